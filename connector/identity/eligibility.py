@@ -1,12 +1,13 @@
-"""Which engines are cached: what is known of each kind of KV cache group, and what is refused.
+"""Which engines are cached. Each function returns why something is not, or an empty string.
 
-An engine that cannot be cached safely is served without the cache, never wrongly; the reason is one
-line in vLLM's log. Each role asks for itself, of vLLM's configuration alone; a worker that is shown
-more of it than the scheduler tells it with its first step.
+An engine that cannot be cached safely serves without the cache, and vLLM's log gives the reason in
+one line. Each role decides for itself, from vLLM's configuration alone. A worker that is shown more
+of it than the scheduler reports its reason with its first step.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from math import lcm
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,19 +23,17 @@ from vllm.v1.kv_cache_interface import (
 
 from connector.identity.groups import FULL, RECURRENT, Attention, whole_blocks
 from connector.identity.mamba import ALIGNED, mamba_unsupported_reason, recurrent
-from connector.identity.nodes import nodes_refusal
 from connector.identity.parallelism import ParallelLayout, Place
 from connector.identity.speculative import WITHOUT_LAYERS, speculation_unsupported_reason
 from sidecar.protocol import GROUPS_MAX
 from tiers.errors import LayoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
-SLEEP_IS_TOLD: Final = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
-"""Whether this vLLM tells a connector before its memory goes; see `SleepMode`."""
+SINCE_VLLM_0_33: Final = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 _VARIANT_FROM_A_PREFIX: Final = ("FLASHINFER", "TRITON_MLA")
-"""Backends with which vLLM turns its prefix caching off where it is to be batch invariant."""
+"""Backends with which vLLM turns its prefix caching off if it is to be batch invariant."""
 
 
 def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str:
@@ -44,17 +43,23 @@ def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str:
 
     if not (current_platform.is_cpu() or current_platform.is_cuda()):
         return f"platform {current_platform.device_type!r} is not supported by this release"
-    if vllm_config.model_config.enable_sleep_mode and not SLEEP_IS_TOLD:
-        # Asleep, its memory goes, and what the sidecar mapped would no longer be the cache.
-        return (
-            "enable_sleep_mode is supported with vLLM 0.33 or later, which tells when memory goes"
-        )
-    parallel = vllm_config.parallel_config
+    if vllm_config.model_config.enable_sleep_mode and not SINCE_VLLM_0_33:
+        # What the sidecar mapped would no longer be the cache once the engine has slept.
+        return "enable_sleep_mode needs vLLM 0.33 or later, which notifies connectors before sleep"
     groups = kv_cache_config.kv_cache_groups
-    reason = faults_refusal(vllm_config) or nodes_refusal(vllm_config)
-    reason = reason or mamba_unsupported_reason(vllm_config, groups)
-    if reason or (reason := speculation_unsupported_reason(vllm_config)):
-        return reason
+    specs = (spec for group in groups for spec in iter_layer_specs(group.kv_cache_spec))
+    return (
+        fault_tolerance_unsupported_reason(vllm_config)
+        or nodes_unsupported_reason(vllm_config)
+        or mamba_unsupported_reason(vllm_config, groups)
+        or speculation_unsupported_reason(vllm_config)
+        or _groups_unsupported_reason(groups)
+        or prefix_unsupported_reason(vllm_config, specs)
+        or _ranks_unsupported_reason(vllm_config, groups)
+    )
+
+
+def _groups_unsupported_reason(groups: Sequence[Any]) -> str:
     unknown = {
         type(group.kv_cache_spec).__name__
         for group in groups
@@ -64,45 +69,87 @@ def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str:
     if unknown or not 0 < len(groups) <= GROUPS_MAX:
         kinds = f", {', '.join(sorted(unknown))} among them" if unknown else ""
         return (
-            f"its KV cache is of {len(groups)} groups{kinds}; this release knows full, "
-            "sliding-window and chunked local attention, and recurrent layers"
+            f"its KV cache has {len(groups)} groups{kinds}; this release supports 1 to "
+            f"{GROUPS_MAX} groups of full, sliding-window or chunked local attention and of "
+            "recurrent layers"
         )
-    specs = [spec for group in groups for spec in iter_layer_specs(group.kv_cache_spec)]
-    if reason := prefix_refusal(vllm_config, specs):
-        return reason
+    if len(groups) > 1 and any(
+        isinstance(group.kv_cache_spec, MLAAttentionSpec) for group in groups
+    ):
+        return "MLA beside groups of other kinds is not supported by this release"
+    return ""
+
+
+def _ranks_unsupported_reason(vllm_config: Any, groups: Sequence[Any]) -> str:
+    parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1 and len(groups) > 1:
-        # A stage is shown its own layers of a group only, so which of the group's these are is
-        # not known to it, nor what the group is to be called.
+        # A stage is shown only its own layers of a group, and cannot name the group by them.
         return (
             f"pipeline_parallel_size={parallel.pipeline_parallel_size} is not supported by this "
             f"release for a KV cache of {len(groups)} groups"
         )
-    for name in (
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-    ):
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             return f"{name}={getattr(parallel, name)} is not supported by this release"
-    latent = [isinstance(group.kv_cache_spec, MLAAttentionSpec) for group in groups]
-    if any(latent) and len(groups) > 1:
-        return "MLA beside groups of other kinds is not supported by this release"
     cut = cut_of(vllm_config)
     for group in groups:
         spec = group.kv_cache_spec
         # A worker is shown its own stage's layers, and asks for its own place when it shares them.
         place = Place(cut.stage_of(group.layer_names))
-        num_heads = num_heads_of(vllm_config, spec)
+        latent = isinstance(spec, MLAAttentionSpec)
         try:
-            cut.segment(group.layer_names, num_heads, place, latent=any(latent))
+            cut.segment(group.layer_names, num_heads_of(vllm_config, spec), place, latent=latent)
         except LayoutError as error:
             return str(error)
     return ""
 
 
-def chunk_refusal(chunk_tokens: int, block_sizes: Iterable[int], told: str) -> str:
-    """Why chunks of so many tokens do not fit blocks of these sizes, or nothing.
+def nodes_unsupported_reason(vllm_config: Any) -> str:
+    """Why ranks of this engine would not all attach to one sidecar, or nothing.
 
-    `told` is the setting with its value, as the operator gave it.
+    A chunk is complete when one sidecar has the segments of all ranks.
+    """
+    parallel = vllm_config.parallel_config
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        return (
+            "with distributed_executor_backend='external_launcher' every rank schedules for "
+            "itself, and they would not find the same hits; use 'mp'"
+        )
+    nodes = parallel.nnodes_within_dp
+    if parallel.placement_group is not None:
+        nodes = max(nodes, len(_ray_nodes(parallel.placement_group)))
+    if nodes > 1:
+        return (
+            f"its ranks are on {nodes} nodes, and each node has its own sidecar; choose "
+            "tensor_parallel_size and pipeline_parallel_size so that an engine fits on one node, "
+            "and run one on each (data_parallel_size)"
+        )
+    return ""
+
+
+def _ray_nodes(placement_group: Any) -> set[str]:
+    """The nodes on which Ray has placed an engine's workers."""
+    import vllm.envs
+    from vllm.platforms import current_platform
+
+    # Ray is installed where vLLM runs on it.
+    table = import_module("ray.util").placement_group_table(placement_group)
+    bundles: dict[int, dict[str, float]] = table["bundles"]
+    chosen = vllm.envs.VLLM_RAY_BUNDLE_INDICES
+    if chosen:
+        numbers = [int(number) for number in chosen.split(",")]
+    else:
+        # Others are there for processes without a device, such as the engine itself.
+        numbers = [n for n, has in bundles.items() if has.get(current_platform.ray_device_key)]
+    return {str(table["bundles_to_node_id"][number]) for number in numbers}
+
+
+def chunk_tokens_unsupported_reason(
+    chunk_tokens: int, block_sizes: Iterable[int], setting: str
+) -> str:
+    """Why chunks of this many tokens do not fit blocks of these sizes, or nothing.
+
+    `setting` is the setting with its value, as the operator gave it.
     """
     sizes = sorted(set(block_sizes))
     step = lcm(*sizes)
@@ -111,71 +158,74 @@ def chunk_refusal(chunk_tokens: int, block_sizes: Iterable[int], told: str) -> s
     fitting = {chunk_tokens // step * step, whole_blocks(chunk_tokens, sizes)} - {0}
     blocks = " and ".join(map(str, sizes))
     return (
-        f"{told} is not a multiple of the engine's block size, {blocks}; choose "
+        f"{setting} is not a multiple of the engine's block size, {blocks}; choose "
         f"{' or '.join(map(str, sorted(fitting)))}, or leave it out"
     )
 
 
-def prefix_refusal(vllm_config: Any, specs: Iterable[Any]) -> str:
-    """Why an engine cannot go on from the KV of a prefix, or nothing.
+def prefix_unsupported_reason(vllm_config: Any, specs: Iterable[Any]) -> str:
+    """Why an engine cannot continue from the KV of a prefix, or nothing.
 
-    vLLM turns its own prefix caching off then, and hands a connector the requests all the same.
-    `specs` are those of the single layers.
+    vLLM turns its own prefix caching off then, but still offers requests to a connector. `specs`
+    are those of the single layers.
     """
     # Not at import: vLLM imports this module in its front end, which must not pick a platform.
-    from vllm.envs import VLLM_BATCH_INVARIANT
     from vllm.platforms import CpuArchEnum, current_platform
 
     specs = list(specs)
     model = vllm_config.model_config
     if current_platform.is_cpu():
         if current_platform.get_cpu_architecture() == CpuArchEnum.RISCV:
-            return "vLLM's attention cannot go on from a cached prefix on RISC-V"
+            return "vLLM's attention cannot continue from a cached prefix on RISC-V"
         latent = any(isinstance(spec, MLAAttentionSpec) for spec in specs)
         if latent and not vllm_config.scheduler_config.enable_chunked_prefill:
             # Its reference backend attends to the tokens of the step only.
-            return "its MLA backend cannot go on from a cached prefix"
+            return "its MLA backend cannot continue from a cached prefix"
     if any(hasattr(spec, "rswa_window") for spec in specs):
         return (
             "its generated tokens are read through a window and its prompts as a whole (R-SWA), so "
-            "that what was generated is no prefix of a prompt"
+            "that generated tokens are no prefix of a prompt"
         )
     if any(getattr(spec, "non_causal", False) for spec in specs):
         return (
-            "its prompts are attended to as a whole (Prefix-LM), so that the KV of a prefix is "
-            "another one in each prompt"
+            "it attends to each prompt as a whole (Prefix-LM), so that the KV of a prefix differs "
+            "between prompts"
         )
     if model.pooler_config is not None and not model.is_prefix_caching_supported:
         pooler = model.pooler_config
         return (
-            f"with {pooler.seq_pooling_type}/{pooler.tok_pooling_type} pooling it needs what it "
-            "computed of a whole prompt in one step"
+            f"{pooler.seq_pooling_type}/{pooler.tok_pooling_type} pooling needs a whole prompt "
+            "computed in one step"
         )
     if vllm_config.aux_output_config.enabled:
         return (
-            "with enable_return_routed_experts each answer says which experts its tokens went "
-            "through, which is not known of tokens that were loaded"
+            "enable_return_routed_experts reports the experts of every token, which are not known "
+            "for loaded tokens"
         )
     if model.is_diffusion:
-        return (
-            "it is a diffusion model, which may give out tokens before it has computed their KV "
-            "for good"
-        )
+        return "it is a diffusion model, which may emit tokens before their KV is final"
+    return _batch_invariance_unsupported_reason(vllm_config)
+
+
+def _batch_invariance_unsupported_reason(vllm_config: Any) -> str:
+    # Not at import: it reads the environment.
+    from vllm.envs import VLLM_BATCH_INVARIANT
+
     if not VLLM_BATCH_INVARIANT:
         return ""
     backend = getattr(vllm_config.attention_config.backend, "name", "")
     caching = vllm_config.cache_config.enable_prefix_caching
     if backend in _VARIANT_FROM_A_PREFIX or not (backend or caching):
-        # Which backend "auto" came to mean is said nowhere, but that it turned caching off is.
+        # vLLM does not say which backend "auto" chose, but that backend turned caching off.
         return (
-            "with VLLM_BATCH_INVARIANT=1 vLLM goes on from no cached prefix where the backend is "
-            f"{' or '.join(_VARIANT_FROM_A_PREFIX)}, which this engine has, or no prefix caching; "
-            "name another with --attention-backend"
+            "with VLLM_BATCH_INVARIANT=1 vLLM continues from no cached prefix if the backend is "
+            f"{' or '.join(_VARIANT_FROM_A_PREFIX)}, or prefix caching is off; name another "
+            "backend with --attention-backend"
         )
     return ""
 
 
-def media_refusal(vllm_config: Any) -> str:
+def media_unsupported_reason(vllm_config: Any) -> str:
     """Why requests with images, audio or video cannot be cached, or nothing."""
     media = vllm_config.model_config.multimodal_config
     if (
@@ -187,43 +237,28 @@ def media_refusal(vllm_config: Any) -> str:
     # vLLM needs no hash of them then, and makes none: `_process_mm_uuids` of its renderer.
     return (
         "with --mm-processor-cache-gb 0 and without prefix caching vLLM does not hash them, and "
-        "calls them by numbers that begin anew with each process; leave one of the two on"
+        "gives them numbers that start over in each process; leave one of the two on"
     )
 
 
-def attention_of(spec: Any) -> Attention | None:
-    """What layers of a KV cache group still read of their past; None of a kind not known here."""
-    # Not subclasses: they may keep other things in a block than keys and values of its tokens.
-    if type(spec) is FullAttentionSpec:
-        return FULL
-    if type(spec) is MLAAttentionSpec:
-        # With several tokens in one state a block is no row of tokens.
-        return FULL if spec.tokens_per_state == 1 and spec.page_size_padded is None else None
-    if type(spec) is SlidingWindowSpec and not getattr(spec, "extra_retained_tokens", 0):
-        return Attention(window=int(spec.sliding_window))
-    if type(spec) is ChunkedLocalAttentionSpec:
-        return Attention(local=int(spec.attention_chunk_size))
-    if type(spec) is MambaSpec and spec.mamba_cache_mode == ALIGNED:
-        return RECURRENT
-    return None
-
-
-def cut_of(vllm_config: Any) -> ParallelLayout:
-    """How an engine cuts its model over ranks."""
-    parallel = vllm_config.parallel_config
-    return ParallelLayout(
-        stages=int(parallel.pipeline_parallel_size),
-        tensors=int(parallel.tensor_parallel_size),
-        num_layers=int(vllm_config.model_config.get_total_num_hidden_layers()),
+def fault_tolerance_unsupported_reason(vllm_config: Any) -> str:
+    """Why an engine that continues after a failed step cannot be cached, or nothing."""
+    if not vllm_config.parallel_config.enable_fault_tolerance:
+        return ""
+    return (
+        "enable_fault_tolerance is not supported by this release: a failed step may lose what a "
+        "rank reports of its loads and stores"
     )
 
 
-def rows_refusal(vllm_config: Any, num_groups: int) -> str:
-    """Why vLLM's host tier would mix up what an engine's workers put into it, or nothing.
+# --- vLLM's own offloading ---------------------------------------------------------------------
 
-    Each worker takes a row to be as many times its own part as there are workers. So all of them
-    must have parts of the same size: each would find the rows somewhere else, and overwrite those
-    of others.
+
+def host_tier_rows_unsupported_reason(vllm_config: Any, num_groups: int) -> str:
+    """Why workers would overwrite each other's rows of vLLM's host tier, or nothing.
+
+    Each worker takes a row to be as many times its own part as there are workers, so all parts must
+    have the same size.
     """
     cut = cut_of(vllm_config)
     if cut.stages == 1:
@@ -243,13 +278,15 @@ def rows_refusal(vllm_config: Any, num_groups: int) -> str:
     return ""
 
 
-def chunks_refusal(vllm_config: Any, specs: Iterable[Any], blocks_per_chunk: int) -> str:
-    """Why vLLM's host tier would have chunks that were written in part only, or nothing.
+def host_tier_chunks_unsupported_reason(
+    vllm_config: Any, specs: Iterable[Any], blocks_per_chunk: int
+) -> str:
+    """Why vLLM's host tier would hold chunks that were only partly written, or nothing.
 
-    Up to vLLM 0.32, of a chunk of several blocks it looks at the last one alone: the others may
-    have left a sliding window, or the attention chunk. `specs` are those of the single layers.
+    Up to vLLM 0.32 it checks only the last block of a chunk. The others may have left a sliding
+    window or an attention chunk. `specs` are those of the single layers.
     """
-    if blocks_per_chunk == 1 or SLEEP_IS_TOLD:
+    if blocks_per_chunk == 1 or SINCE_VLLM_0_33:
         return ""
     specs = list(specs)
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager and any(
@@ -257,28 +294,31 @@ def chunks_refusal(vllm_config: Any, specs: Iterable[Any], blocks_per_chunk: int
     ):
         # All of them are kept as full attention is.
         return ""
-    if not any(
+    leaves_blocks = any(
         isinstance(spec, SlidingWindowSpec)
         or (
             isinstance(spec, ChunkedLocalAttentionSpec)
             and spec.attention_chunk_size % (spec.block_size * blocks_per_chunk)
         )
         for spec in specs
-    ):
+    )
+    if not leaves_blocks:
         return ""
     return (
-        f"it has local attention, and chunks of {blocks_per_chunk} blocks, of which vLLM before "
-        "0.33 stores some in part: leave out block_size and blocks_per_chunk, which makes each "
-        "block a chunk"
+        f"it has local attention and chunks of {blocks_per_chunk} blocks, some of which vLLM "
+        "before 0.33 stores only in part; leave out block_size and blocks_per_chunk, so that each "
+        "block is a chunk"
     )
 
 
-def tails_refusal(vllm_config: Any, specs: Iterable[Any], block_tokens: int) -> str:
-    """Why vLLM's offloading cannot have another tier below its own, or nothing.
+def prefix_match_unsupported_reason(
+    vllm_config: Any, specs: Iterable[Any], block_tokens: int
+) -> str:
+    """Why vLLM's offloading cannot have another tier below its host tier, or nothing.
 
-    Hits within a block of recurrent layers it looks up behind what it has found already, and loads
-    that though what it carries for them may have pushed it out. `specs` are those of the single
-    layers, `block_tokens` the tokens of a block of theirs.
+    It looks up hits within a block of recurrent layers after other hits, and loads them even if
+    what was carried for them evicted them. `specs` are those of the single layers, `block_tokens`
+    the tokens of their blocks.
     """
     unit = vllm_config.cache_config.prefix_match_unit
     if unit is None or unit >= block_tokens or not any(recurrent(spec) for spec in specs):
@@ -289,14 +329,33 @@ def tails_refusal(vllm_config: Any, specs: Iterable[Any], block_tokens: int) -> 
     )
 
 
-def faults_refusal(vllm_config: Any) -> str:
-    """Why an engine that goes on after a step that failed cannot be served, or nothing."""
-    if not vllm_config.parallel_config.enable_fault_tolerance:
-        return ""
-    # A step that fails on one rank takes along what it had to tell.
-    return (
-        "enable_fault_tolerance is not supported by this release: what a rank has to report of "
-        "loads and stores may be lost with a step that failed"
+# --- what of vLLM's configuration decides ------------------------------------------------------
+
+
+def attention_of(spec: Any) -> Attention | None:
+    """What layers of a KV cache group still read of their past; None if the kind is not known."""
+    # Not subclasses: they may keep other things in a block than keys and values of its tokens.
+    if type(spec) is FullAttentionSpec:
+        return FULL
+    if type(spec) is MLAAttentionSpec:
+        # With several tokens in one state a block is no row of tokens.
+        return FULL if spec.tokens_per_state == 1 and spec.page_size_padded is None else None
+    if type(spec) is SlidingWindowSpec and not getattr(spec, "extra_retained_tokens", 0):
+        return Attention(window=int(spec.sliding_window))
+    if type(spec) is ChunkedLocalAttentionSpec:
+        return Attention(local=int(spec.attention_chunk_size))
+    if type(spec) is MambaSpec and spec.mamba_cache_mode == ALIGNED:
+        return RECURRENT
+    return None
+
+
+def cut_of(vllm_config: Any) -> ParallelLayout:
+    """How an engine divides its model over ranks."""
+    parallel = vllm_config.parallel_config
+    return ParallelLayout(
+        stages=int(parallel.pipeline_parallel_size),
+        tensors=int(parallel.tensor_parallel_size),
+        num_layers=int(vllm_config.model_config.get_total_num_hidden_layers()),
     )
 
 
@@ -304,10 +363,10 @@ def num_heads_of(vllm_config: Any, spec: Any) -> int:
     """KV heads of a group's layers over all ranks; hybrid models may have several counts."""
     if isinstance(spec, MLAAttentionSpec):
         return 1
+    tp_size = int(vllm_config.parallel_config.tensor_parallel_size)
     if recurrent(spec):
         # A rank's part of a state is one piece, whatever it is of the layer.
-        return int(spec.num_heads) * int(vllm_config.parallel_config.tensor_parallel_size)
+        return int(spec.num_heads) * tp_size
     total = int(vllm_config.model_config.get_total_num_kv_heads())
-    tp_size = int(vllm_config.parallel_config.tensor_parallel_size)
     # Where heads are replicated the product would count them twice; that is refused.
     return total if tp_size > total else int(spec.num_kv_heads) * tp_size

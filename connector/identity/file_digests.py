@@ -1,13 +1,13 @@
-"""Digests of whole weight files, each computed once for a version of a file on a node.
+"""Digests of whole weight files, each computed once per version of a file on a node.
 
-Owns the reading of files that may have a hundred gigabytes, by a few threads, and what is
-remembered of it in the user's cache folder: the digest of a file by its path, device, inode, size
-and times. Whoever changes a file changes one of these, and cannot set the time of the last change
-back. Where the folder cannot be used, nothing is remembered and every process reads for itself.
+Owns the reading of files that may have a hundred gigabytes, by a few threads, and the cache of
+their digests in the user's cache folder. An entry's key is the path, device, inode, size and times
+of a file. A change of the file changes one of these, and the time of the last change (ctime) cannot
+be set back. If the folder cannot be used, every process reads for itself.
 
-Invariants: of several processes that start together one reads, the others wait for it. A file that
-changes while it is read has no digest. A file that was changed just now is not remembered, for a
-further change within the same tick of the clock would not show.
+Invariants: of processes that start together one reads, and the others wait for it. A file that
+changes while it is read has no digest. A file that was changed just now is not remembered, because
+a second change within the same tick of the clock would not show.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import json
 import logging
 import os
 import time
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -31,8 +31,8 @@ logger = logging.getLogger("vllm.kvlake")
 THREADS: Final = min(8, os.cpu_count() or 1)
 READ_BYTES: Final = 4 * 1024 * 1024
 LONG_BYTES: Final = 4 * 1024**3
-"""From here on the log says that weights are read, and how far that is."""
-TOLD_EVERY_SECONDS: Final = 10.0
+"""From this size on the log reports progress."""
+PROGRESS_SECONDS: Final = 10.0
 SETTLED_SECONDS: Final = 2.0
 WAIT_SECONDS_MAX: Final = 900.0
 """For another process that reads; then this one reads too."""
@@ -43,7 +43,7 @@ _HEX_DIGITS: Final = 64
 def digests_of(paths: Sequence[Path], *, remember: bool = True) -> list[str]:
     """Hex sha256 of each file; raises `OSError`.
 
-    Without `remember` nobody is waited for, and nothing is taken from or left in the cache folder.
+    Without `remember` no other process is waited for, and the cache folder is not used.
     """
     folder = _cache_folder() if remember else None
     if folder is None:
@@ -74,26 +74,24 @@ def digests_of(paths: Sequence[Path], *, remember: bool = True) -> list[str]:
 
 def _read_all(paths: Sequence[Path]) -> list[str]:
     size_bytes = sum(path.stat().st_size for path in paths)
-    if size_bytes < LONG_BYTES:
-        with ThreadPoolExecutor(THREADS) as threads:
-            return list(threads.map(file_digest, paths))
-    began = told = time.monotonic()
-    logger.info("kvlake: reading %.0f GB of weights once, to know them by", size_bytes / 1e9)
     with ThreadPoolExecutor(THREADS) as threads:
-        reading = {threads.submit(file_digest, path): path for path in paths}
+        if size_bytes < LONG_BYTES:
+            return list(threads.map(file_digest, paths))
+        began = time.monotonic()
+        logger.info("kvlake: reading %.0f GB of weights to compute their digest", size_bytes / 1e9)
+        reading = [threads.submit(file_digest, path) for path in paths]
         left = set(reading)
         while left:
-            _, left = wait(left, timeout=TOLD_EVERY_SECONDS, return_when=FIRST_COMPLETED)
-            if left and time.monotonic() >= told + TOLD_EVERY_SECONDS:
-                told = time.monotonic()
-                logger.info("kvlake: %d of %d weight files are to be read", len(left), len(paths))
+            _, left = wait(left, timeout=PROGRESS_SECONDS)
+            if left:
+                logger.info("kvlake: %d of %d weight files are left to read", len(left), len(paths))
         digests = [future.result() for future in reading]
-    logger.info("kvlake: the weights were read in %.0f s", time.monotonic() - began)
-    return digests
+        logger.info("kvlake: the weights were read in %.0f s", time.monotonic() - began)
+        return digests
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of the file. Raises `OSError` where it changes while it is read."""
+    """SHA-256 of the file. Raises `OSError` if it changes while it is read."""
     before = file_stamp(path)
     hasher = hashlib.sha256()
     buffer = memoryview(bytearray(READ_BYTES))
@@ -106,13 +104,13 @@ def file_digest(path: Path) -> str:
 
 
 def file_stamp(path: Path) -> str:
-    """What is another where a file was changed."""
+    """A string that differs once the file was changed."""
     real = path.resolve(strict=True)
     return _stamp(real, real.stat())
 
 
 def opened_stamp(path: Path) -> str:
-    """As `file_stamp`, of a file on a network too: opened, NFS asks the server for what it is."""
+    """As `file_stamp`, but opens the file: then NFS asks the server for its current state."""
     real = path.resolve(strict=True)
     file = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -127,18 +125,12 @@ def stamps_settled(stamps: Iterable[str], now: float) -> bool:
 
 
 def _stamp(real: Path, status: os.stat_result) -> str:
-    numbers = (
-        status.st_dev,
-        status.st_ino,
-        status.st_size,
-        status.st_mtime_ns,
-        status.st_ctime_ns,
-    )
-    return ":".join((*map(str, numbers), str(real)))
+    times = f"{status.st_mtime_ns}:{status.st_ctime_ns}"
+    return f"{status.st_dev}:{status.st_ino}:{status.st_size}:{times}:{real}"
 
 
 def _cache_folder() -> Path | None:
-    """Where digests are remembered; None where this user, and nobody else, may not write there."""
+    """Where digests are remembered; None unless this user, and nobody else, may write there."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(base) / "kvlake"
     try:
@@ -165,7 +157,7 @@ def _remembered(place: Path) -> dict[str, str]:
 
 
 def _remember(place: Path, entries: dict[str, str]) -> None:
-    """Replace what is remembered, the latest of it; or leave it where that fails."""
+    """Replace the file by the latest entries; leave it as it is if that fails."""
     latest = dict(list(entries.items())[-ENTRIES_KEPT_MAX:])
     written = place.with_name(f"{place.name}.{os.getpid()}")
     with suppress(OSError):
@@ -175,7 +167,7 @@ def _remember(place: Path, entries: dict[str, str]) -> None:
 
 @contextmanager
 def _alone(path: Path) -> Generator[None]:
-    """While no other process of this user reads weights, as far as it can be had in time."""
+    """Hold a lock against other processes of this user that read weights, if it can be had."""
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError:

@@ -1,10 +1,9 @@
-"""What else of vLLM's configuration changes the KV of equal tokens and equal weights.
+"""Settings of vLLM beyond weights, dtypes and geometry that change the KV of equal tokens.
 
-Owns the reading of settings that are seldom given: how images are prepared and encoded, what a
-model is run as, which of its positions are scaled. A setting that is not given is not in the
-description, so that engines without it go on sharing with those of earlier versions. Settings that
-change rounding alone (kernels, cuts, attention backends of encoders) are left out on purpose: so
-does the number of ranks, and such engines share.
+Owns settings that are seldom given: how images are prepared and encoded, what a model is run as,
+which of its positions are scaled. A setting that is not given is not in the description, so engines
+without it share with those of earlier versions of kvlake. Settings that change only rounding
+(kernels, attention backends of encoders) are left out on purpose, as the number of ranks is.
 """
 
 from __future__ import annotations
@@ -34,12 +33,8 @@ ADAPTER_SETTINGS: Final = (
 )
 
 
-def processing_of(vllm_config: Any) -> dict[str, Any]:
-    """Settings beyond weights, dtypes and geometry that KV depends on, where they are given.
-
-    Raises:
-        OSError: a file that a setting names cannot be read.
-    """
+def engine_settings(vllm_config: Any) -> dict[str, Any]:
+    """The settings that KV depends on, if given. Raises `OSError` for a file that one names."""
     # Not at import: it reads the environment.
     from vllm import __version__ as release
     from vllm.envs import VLLM_BATCH_INVARIANT
@@ -53,11 +48,11 @@ def processing_of(vllm_config: Any) -> dict[str, Any]:
     if model.runner_type != "generate":
         description["runner"] = [str(model.runner_type), str(model.convert_type)]
     if model.architecture not in model.architectures:
-        # As Transformers' own classes in place of vLLM's.
+        # For example Transformers' own classes in place of vLLM's.
         description["architecture"] = str(model.architecture)
     cache = vllm_config.cache_config
     if cache.cache_dtype != "auto":
-        # With "auto" it is the dtype of the cache itself.
+        # With "auto" it is the dtype of the cache.
         description["dtype"] = str(model.dtype).removeprefix("torch.")
     if cache.kv_cache_dtype_skip_layers:
         description["unquantized_layers"] = sorted(cache.kv_cache_dtype_skip_layers)
@@ -66,12 +61,11 @@ def processing_of(vllm_config: Any) -> dict[str, Any]:
     if vllm_config.lora_config is not None and vllm_config.lora_config.lora_dtype != model.dtype:
         description["lora_dtype"] = str(vllm_config.lora_config.lora_dtype)
     if VLLM_BATCH_INVARIANT:
-        # There rounding counts: what is promised is equal bits, which other kernels do not give,
-        # nor sums over another number of ranks.
+        # It promises equal bits, which depend on kernels and on sums over ranks.
         parallel = vllm_config.parallel_config
         tensors = int(parallel.tensor_parallel_size)
-        # Experts are dealt out, or cut, over all ranks that run in step. Ranks of a dense model
-        # are each for themselves, with a data_parallel_size of 1.
+        # Experts are divided over all ranks that run in step. Data-parallel ranks of a dense model
+        # are independent, and have a data_parallel_size of 1.
         ranks = int(parallel.data_parallel_size) * tensors
         description["batch_invariant"] = {
             "tensors": tensors,
@@ -85,10 +79,7 @@ def processing_of(vllm_config: Any) -> dict[str, Any]:
 
 
 def adapter_settings(vllm_config: Any) -> dict[str, Any]:
-    """How LoRA adapters are applied: which layers of them, and how their files are read.
-
-    In the keys of their requests only, so that all others go on sharing.
-    """
+    """How LoRA adapters are applied. Part of the keys of their requests only."""
     description = {
         name: plain(value)
         for name in ADAPTER_SETTINGS
@@ -97,8 +88,7 @@ def adapter_settings(vllm_config: Any) -> dict[str, Any]:
     if "target_modules" in description:
         description["target_modules"].sort()
     if vllm_config.lora_config is not None and vllm_config.model_config.multimodal_config:
-        # Of an adapter that was made for the model's text part alone, vLLM before 0.33 applies
-        # nothing, and says so in its debug log.
+        # vLLM before 0.33 applies nothing of an adapter that was made for the text part alone.
         from vllm.lora.model_manager import LoRAModelManager
 
         if hasattr(LoRAModelManager, "_get_text_lora_names"):
@@ -107,22 +97,18 @@ def adapter_settings(vllm_config: Any) -> dict[str, Any]:
 
 
 def _configuration(model: Any) -> list[str]:
-    """What tells a configuration beside the model's own from others."""
+    """The identity of a configuration that is not in the model's own folder."""
     config = Path(model.hf_config_path) / "config.json"
     if config.is_file():
-        # Code of the model's own is beside it.
+        # The model's own code may be beside it.
         return [settings_digest(config.parent)]
     return [model.hf_config_path, str(getattr(model.hf_config, "_commit_hash", None) or "")]
 
 
 def media_settings(multimodal_config: Any) -> dict[str, Any]:
-    """How images, audio and video are read, prepared and encoded, as far as it was given.
+    """How images, audio and video are prepared and encoded. Raises `OSError` for unread scales.
 
-    vLLM's hash of an image covers what its request says of this, and not what the engine was
-    started with.
-
-    Raises:
-        OSError: the encoder's scales cannot be read.
+    vLLM's hash of an image covers what its request says of this, not what the engine was given.
     """
     if multimodal_config is None:
         return {}
@@ -140,12 +126,9 @@ def media_settings(multimodal_config: Any) -> dict[str, Any]:
 
 
 def long_rope(model: Any) -> bool | None:
-    """Whether a LongRoPE model uses its long factors; None of other models.
-
-    vLLM decides it for all positions at once, by `max_model_len`.
-    """
+    """Whether a LongRoPE model uses its long factors, by `max_model_len`; None for other models."""
     parameters: Mapping[str, Any] = getattr(model.hf_text_config, "rope_parameters", None) or {}
-    # Either of the model, or of each kind of its layers.
+    # Either for the model, or for each kind of layer.
     for one in (parameters, *parameters.values()):
         if isinstance(one, dict) and one.get("rope_type") == "longrope":
             return int(model.max_model_len) > int(one["original_max_position_embeddings"])
@@ -153,7 +136,7 @@ def long_rope(model: Any) -> bool | None:
 
 
 def overrides_of(model: Any) -> Any:
-    """`hf_overrides`; where they are a function, all of the configuration that it made."""
+    """`hf_overrides`; of a function, the whole configuration that it made."""
     if callable(model.hf_overrides):
         return {"made": plain(model.hf_config.to_dict())}
     return plain(model.hf_overrides)

@@ -1,15 +1,14 @@
 """Recurrent layers (Mamba, linear attention, gated delta nets, short convolutions), their states.
 
 Such a layer keeps a state of constant size instead of keys and values of each token. In its cache
-mode `align` vLLM leaves the state that a layer had at the end of a block in that block, and tells
-connectors once of those that it keeps, by default where prompts end and where they part; later they
-are found in its prefix cache (`stores.states_held`). A state is all that a hit needs of the layer,
-so it is a chunk of one block, under a key over all tokens before it.
+mode `align` vLLM leaves the state at the end of a block in that block, and reports once to
+connectors which it keeps, by default where prompts end and where they part; later they are found in
+its prefix cache (`stores.states_held`). A hit needs only the state, so a state is a chunk of one
+block, under a key over all tokens before it.
 
-Owns which engines with such layers are served, and what makes states of one engine right in
-another. A state is bytes here, a convolution's inputs and a matrix, of the rank's own part of the
-layer, with a layout that only its kernels know. So nothing is ever made of it but a copy, and only
-engines that are cut alike share it.
+Owns which engines with such layers are cached, and what makes states of one engine right in
+another. A state is opaque bytes of one rank's part of the layer, whose layout only its kernels
+know. So it is only copied, and only engines with the same ranks share it.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
 ALIGNED: Final = "align"
 """The mode in which a block holds the state behind its last token."""
 State: TypeAlias = tuple[int, int, int]
-"""A state of recurrent layers that the engine hands over: group, the block that it is in, and how
-many tokens it is the state behind."""
+"""A state that vLLM reports: KV cache group, block id, number of tokens before it."""
 
 
 def recurrent(spec: Any) -> bool:
@@ -53,7 +51,7 @@ def mamba_unsupported_reason(vllm_config: Any, groups: Sequence[Any]) -> str:
     if vllm_config.speculative_config is not None or any(
         spec.num_speculative_blocks for spec in specs
     ):
-        # Drafts that are rejected have changed the state, and blocks of it change places.
+        # Rejected drafts have changed the state, and vLLM swaps its blocks.
         return "speculative decoding with recurrent layers is not supported by this release"
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1:
@@ -61,7 +59,7 @@ def mamba_unsupported_reason(vllm_config: Any, groups: Sequence[Any]) -> str:
             f"pipeline_parallel_size={stages} with recurrent layers is not supported by this "
             "release"
         )
-    # Where hits can end within a block of states, vLLM moves states of tails between blocks.
+    # If hits can end within a block, vLLM moves states between blocks.
     sizes = {int(group.kv_cache_spec.block_size) for group in groups}
     unit = vllm_config.cache_config.prefix_match_unit
     if len(sizes) > 1 or (unit is not None and unit not in sizes):
@@ -75,7 +73,7 @@ def mamba_unsupported_reason(vllm_config: Any, groups: Sequence[Any]) -> str:
 
 
 def state_encoding(spec: Any) -> str:
-    """What wrote a state: the kind of layer, and the machine whose kernels lay it out."""
+    """The kind of layer, and the machine whose kernels lay a state out."""
     kind = str(spec.mamba_type.name).lower().replace("_", "-")
     return f"state-{kind}-{_machine()}"
 
@@ -87,7 +85,7 @@ def _machine() -> str:
     if current_platform.is_cuda():
         capability: Any = current_platform.get_device_capability()
         return f"cuda-{capability.major}.{capability.minor}"
-    # The kernels that are taken differ with these, and how they lay a state out may.
+    # These choose the kernels, and so possibly the layout of a state.
     flags = {
         name: bool(getattr(torch.cpu, f"_is_{name}_supported")())
         for name in ("avx512_bf16", "amx_tile")
@@ -98,11 +96,11 @@ def _machine() -> str:
 
 
 def state_description(vllm_config: Any, spec: Any) -> dict[str, Any]:
-    """What else makes states of engines of one model different, for the namespace."""
+    """What else makes the states of one model differ, for the namespace."""
     config = vllm_config.mamba_config
     return {
         "model_dtype": str(vllm_config.model_config.dtype).removeprefix("torch."),
-        # Of the part that one rank holds, so the number of ranks goes with them.
+        # Shapes of one rank's part, so the number of ranks is needed too.
         "shapes": [[int(size) for size in shape] for shape in spec.shapes],
         "dtypes": [str(dtype).removeprefix("torch.") for dtype in spec.dtypes],
         "heads": int(spec.num_heads),
@@ -114,15 +112,15 @@ def state_description(vllm_config: Any, spec: Any) -> dict[str, Any]:
 
 
 def state_settings(vllm_config: Any) -> dict[str, Any]:
-    """The same as far as an engine's configuration tells, for one whose specs are not shown."""
+    """As `state_description`, for vLLM's offloading, which does not show the specs."""
     # Not at import: it reads the environment.
     from vllm.envs import VLLM_SSM_CONV_STATE_LAYOUT
 
     cache, config = vllm_config.cache_config, vllm_config.mamba_config
     return {
-        # Transposed or not, a convolution's inputs are as many bytes.
+        # A convolution's inputs have as many bytes, transposed or not.
         "convolutions": VLLM_SSM_CONV_STATE_LAYOUT or "SD",
-        # Each makes them longer, which the padding of a page hides, whatever drafts.
+        # Each draft makes them longer, which the padding of a page hides.
         "drafts": int(vllm_config.num_speculative_tokens),
         "dtypes": [str(cache.mamba_cache_dtype), str(cache.mamba_ssm_cache_dtype)],
         "mode": str(cache.mamba_cache_mode),
@@ -133,12 +131,12 @@ def state_settings(vllm_config: Any) -> dict[str, Any]:
 
 
 def states_of(block_state: Any) -> Mapping[str, Sequence[State]]:
-    """What vLLM hands over with a step, by request.
+    """The states that vLLM reports with a step, by request.
 
-    These blocks hold their states from the end of the step on, and are not written again; they are
-    kept only if a reference is taken at once.
+    Their blocks hold them from the end of the step on, and are not written again. They stay only if
+    a reference is taken at once.
     """
-    handed: Mapping[str, Sequence[State]] = (
+    states: Mapping[str, Sequence[State]] = (
         {} if block_state is None else block_state.boundary_state_offloads
     )
-    return handed
+    return states

@@ -1,8 +1,10 @@
 """The namespace: what must be equal for KV bytes of one engine to be right in another.
 
-Owns the reading of vLLM's configuration into a small JSON object. Equal JSON, equal bytes for
-equal tokens; anything that could change the bytes is in it. What tells weights from others is in
-`weights.py`. Tokens per block are in it only where blocks of one size cannot be made of others
+Owns the reading of vLLM's configuration into a small JSON object. Equal JSON means equal bytes for
+equal tokens, so anything that could change the bytes is in it. It is put together from the identity
+of the weights (`weights.py`), further settings (`fingerprint.py`), the geometry of a KV cache
+group, and the encoding of its values. LoRA adapters are part of keys instead (`adapters.py`).
+Tokens per block are in it only if blocks of one size cannot be made of blocks of another
 (`tiers/kv/packing.py`).
 """
 
@@ -14,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
-from connector.identity.fingerprint import adapter_settings, overrides_of, plain, processing_of
+from connector.identity.fingerprint import adapter_settings, engine_settings, overrides_of, plain
 from connector.identity.mamba import recurrent, state_description, state_encoding, state_settings
 from connector.identity.weights import model_identity
 from connector.options import samples_weights
@@ -24,20 +26,10 @@ from tiers.kv.packing import BY_TOKEN, regroups
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_CUDA_BACKENDS_BY_TOKEN: Final = frozenset(
-    (
-        "auto",
-        "FLASH_ATTN",
-        "FLASHINFER",
-        "FLEX_ATTENTION",
-        "TRITON_ATTN",
-        "CUTLASS_MLA",
-        "FLASH_ATTN_MLA",
-        "FLASHINFER_MLA",
-        "FLASHMLA",
-        "TRITON_MLA",
-    )
-)
+_CUDA_BACKENDS_BY_TOKEN: Final = {
+    *("auto", "FLASH_ATTN", "FLASHINFER", "FLEX_ATTENTION", "TRITON_ATTN"),
+    *("CUTLASS_MLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "FLASHMLA", "TRITON_MLA"),
+}
 _CACHE_DTYPES_BY_TOKEN: Final = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 _DTYPES_BY_TOKEN: Final = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
 """With these the CUDA backends above keep K and V of a token side by side, scales elsewhere."""
@@ -53,18 +45,18 @@ def namespace_of(
     kv_heads: int = 0,
     drafter: Mapping[str, Any] | None = None,
 ) -> bytes:
-    """Canonical JSON (UTF-8, sorted keys) of an engine's namespace.
+    """Canonical JSON (UTF-8, sorted keys) of the namespace of an engine's KV cache group.
 
     Args:
         vllm_config: vLLM's `VllmConfig`.
-        block_tokens: tokens per block of the KV cache group.
+        block_tokens: tokens per block.
         blocks_per_chunk: blocks per full chunk.
-        spec: the group's `FullAttentionSpec` or another; head counts are taken from the model, not
-            from it, so that ranks of a tensor-parallel engine agree. MLA has one head. Of recurrent
-            layers it describes a rank's part, so engines cut in another way share no states.
-        layer_names: the group's layers, where it is one of several.
-        kv_heads: what these layers have over all ranks, then.
-        drafter: what tells a drafter from others, where some of the layers are its own.
+        spec: the group's `FullAttentionSpec` or another. Head counts come from the model instead,
+            so that ranks of a tensor-parallel engine agree. For recurrent layers it describes a
+            rank's part, so engines with another `tensor_parallel_size` share no states.
+        layer_names: the group's layers, if the engine has several groups.
+        kv_heads: heads of these layers over all ranks, in that case.
+        drafter: the identity of a drafter with layers in the KV cache.
 
     Raises:
         WeightsUnknown: nothing tells the weights from others.
@@ -105,9 +97,9 @@ def namespace_of(
 
 
 def served_as(model: str, name: str) -> str:
-    """What people call a model that is files; empty for one of a hub, whose namespace has a name.
+    """A name to display for a model in a folder; empty for a hub model, which has one already.
 
-    For people alone: the same files may have any name, and any files this one.
+    Not an identity: the same files may have any name, and any files this one.
     """
     if not Path(model).exists():
         return ""
@@ -115,22 +107,17 @@ def served_as(model: str, name: str) -> str:
 
 
 def canonical_json(description: dict[str, Any]) -> bytes:
-    """A namespace as it is sent: equal for equal descriptions."""
+    """The bytes of a namespace: equal for equal descriptions."""
     return json.dumps(description, sort_keys=True, separators=(",", ":")).encode()
 
 
 def offloading_identity(vllm_config: Any, block_tokens: int) -> dict[str, Any]:
-    """What vLLM's offloading interface does not tell of an engine and its bytes depend on.
-
-    Raises:
-        WeightsUnknown: nothing tells the weights from others.
-        OSError: the model's files are there and cannot be read.
-    """
+    """What the bytes depend on and vLLM's offloading interface does not tell; raises as above."""
     model = vllm_config.model_config
     values = SimpleNamespace(dtype=model.dtype, head_size=int(model.get_head_size()))
-    # Of states in the engine's blocks vLLM tells how many bytes they have.
+    # vLLM tells only how many bytes the states in the engine's blocks have.
     states = {"states": state_settings(vllm_config)} if model.has_inner_state else {}
-    # Its keys are vLLM's, which know an adapter and not how it is applied.
+    # The keys are vLLM's, which name an adapter but not how it is applied.
     adapters = {"adapters": settings} if (settings := adapter_settings(vllm_config)) else {}
     return (
         _of_model(vllm_config)
@@ -139,14 +126,14 @@ def offloading_identity(vllm_config: Any, block_tokens: int) -> dict[str, Any]:
         | {
             "model_dtype": str(model.dtype).removeprefix("torch."),
             "encoding": encoding_of(vllm_config, block_tokens, values),
-            # What vLLM itself makes its block hashes with; they are part of the keys.
+            # vLLM makes its block hashes with it, which are part of the keys.
             "hash": str(vllm_config.cache_config.prefix_caching_hash_algo),
         }
     )
 
 
 def _of_model(vllm_config: Any) -> dict[str, Any]:
-    """The model and how it is run, whatever of its KV cache is meant."""
+    """The model and how it is run, for all of its KV cache groups."""
     model = vllm_config.model_config
     hf_config = model.hf_text_config
     load_format = str(vllm_config.load_config.load_format)
@@ -161,18 +148,18 @@ def _of_model(vllm_config: Any) -> dict[str, Any]:
             sampled=samples_weights(vllm_config),
             load_format=load_format,
         ),
-        # Random weights are a stand-in for the model's; their KV must never be taken for it.
+        # Random weights: their KV must never be taken for the model's.
         "dummy_weights": dummy,
         "hf_overrides": overrides_of(model),
         "cache_dtype": str(vllm_config.cache_config.cache_dtype),
         "rope": plain(getattr(hf_config, "rope_parameters", None)),
         "quantization": str(model.quantization),
         "max_position_embeddings": getattr(hf_config, "max_position_embeddings", None),
-    } | processing_of(vllm_config)
+    } | engine_settings(vllm_config)
 
 
 def _streamed_from(vllm_config: Any) -> str:
-    """Where the weights are, if not where the model's configuration is."""
+    """Where the weights are, if not in the model's folder."""
     model, load = vllm_config.model_config, vllm_config.load_config
     if str(load.load_format) == "tensorizer":
         extra: dict[str, Any] = load.model_loader_extra_config
@@ -190,18 +177,18 @@ def _latent(spec: Any) -> bool:
 
 
 def digest_of(namespace: bytes) -> bytes:
-    """32 bytes that stand for a namespace in keys and object names."""
+    """The 32 bytes of a namespace in keys and object names."""
     return hashlib.sha256(namespace).digest()
 
 
 def encoding_of(vllm_config: Any, block_tokens: int, spec: Any) -> str:
-    """How values lie inside a (block, head): attention kernels pack them in their own ways."""
+    """How values lie inside a (block, head), which depends on the attention kernels."""
     from vllm.platforms import current_platform
 
     if recurrent(spec):
         return state_encoding(spec)
     if current_platform.is_cuda():
-        # Which backend serves, and so how it packs K and V, is decided by these.
+        # These decide which backend serves, and so how it packs K and V.
         capability: Any = current_platform.get_device_capability()
         attention = vllm_config.attention_config
         backend = getattr(attention.backend, "name", "auto")
@@ -219,7 +206,7 @@ def encoding_of(vllm_config: Any, block_tokens: int, spec: Any) -> str:
         )
         return encoding + BY_TOKEN * by_token
     if _latent(spec):
-        # Both CPU backends for MLA keep the latent vector of a token as it is.
+        # Both CPU backends for MLA store the latent vector of a token unchanged.
         return f"cpu-{current_platform.get_cpu_architecture().name.lower()}-mla{BY_TOKEN}"
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # pyright: ignore[reportPrivateUsage]
 

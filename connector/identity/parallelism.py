@@ -1,8 +1,8 @@
 """Which part of a model's KV cache a rank holds: the layers of its pipeline stage, and its heads.
 
-vLLM numbers ranks by stage first. It shows each stage the layers that it holds, and its scheduler
-those of the first stage, so which layers of the model these are is worked out here, and compared
-with their names: a layer taken for another would be a wrong answer.
+vLLM numbers ranks by stage first. It shows each stage its own layers, and the scheduler those of
+the first stage. Which layers of the model these are is computed here and compared with their names,
+because a layer taken for another would give wrong KV.
 """
 
 from __future__ import annotations
@@ -27,26 +27,25 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """How an engine cuts its model: into stages of layers, and their heads over ranks."""
+    """How an engine divides its model: into stages of layers, and their heads over ranks."""
 
     stages: int
     tensors: int
     num_layers: int
-    """Of the whole model, as vLLM deals them out to stages."""
+    """Of the whole model, as vLLM divides them into stages."""
 
     @property
     def is_even(self) -> bool:
-        """Whether all stages hold as many layers."""
-        if self.stages == 1:
-            return True
-        return len({len(self._layers(stage)) for stage in range(self.stages)}) == 1
+        """Whether all stages hold the same number of layers."""
+        sizes = {len(self._layers(stage)) for stage in range(self.stages)}
+        return len(sizes) == 1
 
     def number(self, place: Place) -> int:
         """The rank's number in its engine."""
         return place.stage * self.tensors + place.tensor
 
     def topology(self, replicas: int) -> str:
-        """Names this cut: engines with the same name share their chunks' segments.
+        """Its name. Engines with the same name share segments.
 
         Ranks that hold copies do not count: they read what an engine without them stored.
         """
@@ -58,7 +57,7 @@ class ParallelLayout:
     ) -> Segment:
         """Layers and heads of a rank. Raises `LayoutError`.
 
-        `latent` is MLA: one vector per token instead of heads, and every rank holds all of it.
+        `latent` is MLA: one vector per token instead of heads, of which every rank has all.
         """
         first_layer = self._first_layer(layer_names, place.stage)
         if latent:
@@ -68,17 +67,18 @@ class ParallelLayout:
         )
 
     def stage_of(self, layer_names: Sequence[str]) -> int:
-        """The stage whose layers these are, and the first one where they are no stage's."""
+        """The stage with these layers; the first one if no stage has them."""
         numbers = _numbers(layer_names)
         return next(
-            (stage for stage in range(self.stages) if numbers == _alone(self._layers(stage))), 0
+            (stage for stage in range(self.stages) if numbers == _each_alone(self._layers(stage))),
+            0,
         )
 
     def _first_layer(self, layer_names: Sequence[str], stage: int) -> int:
         if self.stages == 1:
             return 0
         own = self._layers(stage)
-        if _numbers(layer_names) != _alone(own):
+        if _numbers(layer_names) != _each_alone(own):
             raise LayoutError(
                 f"stage {stage} of {self.stages} was expected to hold layers {own.start} to "
                 f"{own.stop - 1} of the model, and holds {', '.join(layer_names) or 'none'}"
@@ -96,7 +96,7 @@ def _numbers(layer_names: Sequence[str]) -> list[list[int]]:
     return [[int(part) for part in name.split(".") if part.isdecimal()] for name in layer_names]
 
 
-def _alone(layers: range) -> list[list[int]]:
+def _each_alone(layers: range) -> list[list[int]]:
     return [[layer] for layer in layers]
 
 

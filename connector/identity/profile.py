@@ -14,9 +14,9 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from connector.identity.eligibility import (
     attention_of,
-    chunk_refusal,
+    chunk_tokens_unsupported_reason,
     cut_of,
-    media_refusal,
+    media_unsupported_reason,
     num_heads_of,
     unsupported_reason,
 )
@@ -85,7 +85,9 @@ class EngineProfile:
         self.refusal = unsupported_reason(vllm_config, kv_cache_config)
         if self.refusal:
             return
-        self.refusal = chunk_refusal(chunk_tokens, block_sizes, chunk_tokens_source(extra))
+        self.refusal = chunk_tokens_unsupported_reason(
+            chunk_tokens, block_sizes, chunk_tokens_source(extra)
+        )
         if self.refusal:
             self.reason = "chunk_tokens"
             return
@@ -99,7 +101,7 @@ class EngineProfile:
         except (WeightsUnknown, OSError) as error:
             self.refusal, self.reason = str(error), "weights"
             return
-        self.media_refusal = media_refusal(vllm_config)
+        self.media_refusal = media_unsupported_reason(vllm_config)
         self.replicas = self.cut.tensors if self.groups[0].latent else 1
         self.topology = self.cut.topology(self.replicas)
         model = vllm_config.model_config

@@ -1,15 +1,14 @@
-"""Speculative decoding, as far as the KV cache goes: whose drafts are cached, and what they add.
+"""Speculative decoding and the KV cache: which drafters are supported, and what they change.
 
-Drafts that are rejected need no care here: a token counts as computed once it is known, and the
-slots of what was rejected are written again before anything behind them is. What matters is a
-drafter with layers of its own. They are more layers of the engine's groups, so
+Rejected drafts need no care here: a token counts as computed once it is accepted, and the slots of
+rejected ones are written again before anything behind them. What matters is a drafter with layers
+of its own in the engine's KV cache groups:
 
 * the drafter is part of the namespace;
 * a drafter that reads the token behind a position (EAGLE, MTP) makes the KV of a block depend on
-  that token, and so the key of a chunk names it (`keys.py`). vLLM itself drops the last block of
-  a hit for the same reason;
-* a step that is too long for the drafter leaves its layers as they were, so nothing that such a
-  step computes is stored.
+  that token, so the key of a chunk covers it (`keys.py`). vLLM drops the last block of a hit for
+  the same reason;
+* a step that is too long for the drafter does not write its layers, so nothing of it is stored.
 
 A drafter without layers (n-grams, suffixes, heads on hidden states) changes nothing.
 """
@@ -32,19 +31,19 @@ WITH_LAYERS: Final = (*READS_AHEAD, "draft_model")
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """How an engine drafts."""
+    """How an engine drafts tokens."""
 
     ahead_tokens: int = 0
     """Tokens behind a position that its KV depends on."""
     drafter: dict[str, Any] = field(default_factory=dict[str, Any])
-    """What tells a drafter with layers in the KV cache from others, for the namespace."""
+    """The identity of a drafter with layers in the KV cache, for the namespace."""
     sequence_tokens_max: int = 0
-    """In a step with a longer sequence nothing is drafted, for no request; 0: no such limit."""
+    """A step with a longer sequence drafts nothing, for no request; 0: no limit."""
     draft_tokens: int = 0
-    """Drafted at a time at most, by whatever drafts."""
+    """At most this many at a time."""
 
     def leaves_out(self, sequences_tokens: Iterable[int]) -> bool:
-        """Whether the drafter's layers stay unwritten in a step that ends at these tokens."""
+        """Whether a step that ends at these tokens does not write the drafter's layers."""
         longest = max(sequences_tokens, default=0)
         return 0 < self.sequence_tokens_max < longest
 
@@ -53,20 +52,20 @@ NO_DRAFTS: Final = Speculation()
 
 
 def speculation_unsupported_reason(vllm_config: Any) -> str:
-    """Why an engine with these drafts cannot be cached safely, or nothing."""
+    """Why an engine with this drafter cannot be cached safely, or nothing."""
     speculative = vllm_config.speculative_config
     if speculative is None:
         return ""
     parallel = vllm_config.parallel_config
     method = str(speculative.method)
     if parallel.pipeline_parallel_size > 1:
-        # There vLLM asks for this step's stores in the last stage only.
+        # vLLM asks for this step's stores only in the last stage.
         return "speculative decoding over pipeline stages is not supported by this release"
     if method in WITHOUT_LAYERS:
         return ""
     if method not in WITH_LAYERS:
         return f"speculative decoding by {method!r} is not supported by this release"
-    # Each leaves layers of the drafter unwritten, or written from tokens that were never known.
+    # Each leaves layers of the drafter unwritten, or writes them from tokens that are not known.
     for unsafe, name in (
         (speculative.parallel_drafting, "parallel_drafting"),
         (
@@ -90,12 +89,7 @@ def speculation_unsupported_reason(vllm_config: Any) -> str:
 
 
 def speculation_of(vllm_config: Any) -> Speculation:
-    """How an engine that was not refused drafts.
-
-    Raises:
-        WeightsUnknown: nothing tells the drafter's weights from others.
-        OSError: its files are there and cannot be read.
-    """
+    """How a supported engine drafts. Raises as `model_identity` does, for the drafter."""
     speculative = vllm_config.speculative_config
     if speculative is None:
         return NO_DRAFTS
@@ -121,7 +115,7 @@ def speculation_of(vllm_config: Any) -> Speculation:
     return Speculation(
         ahead_tokens=int(speculative.method in READS_AHEAD),
         drafter=drafter,
-        # One less than vLLM itself takes: it is about a few tokens of the longest context.
+        # One less than vLLM's own limit, which costs a few tokens of the longest context.
         sequence_tokens_max=longest - draft_tokens - 1,
         draft_tokens=draft_tokens,
     )

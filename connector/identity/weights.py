@@ -1,9 +1,8 @@
-"""What tells the weights of a model or an adapter from others.
+"""The identity of the weights of a model or an adapter.
 
-Owns the rule: a model of a hub is its name and commit; a folder or a file is what it holds, not
-what it is called, so that the same model under two paths is shared and two fine-tunes under one
-path are not. Where nothing tells weights from others, `WeightsUnknown` says why. How files of many
-gigabytes are read is in `file_digests.py`.
+A model from a hub is its name and commit. A folder or a file is what it holds, not its path: the
+same model under two paths is shared, two fine-tunes under one path are not. If nothing tells
+weights from others, `WeightsUnknown` says why. `file_digests.py` reads the large files.
 """
 
 from __future__ import annotations
@@ -16,38 +15,28 @@ import time
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from connector.identity.file_digests import digests_of, file_digest, opened_stamp, stamps_settled
 
 _DIGEST_DOMAIN: Final = b"kvlake/weights/2\0"
-"""Changes with what is hashed, so that digests of two versions are never equal."""
+"""Change it with what is hashed, so that digests of two versions are never equal."""
 _SAMPLE_BYTES: Final = 1024
 _SMALL_BYTES: Final = 32 * 1024 * 1024
-"""Beside the weights, files up to this size are read whole, and nothing of them is remembered."""
+"""Other files than weights, up to this size, are always read whole and their digests not cached."""
 _FILES_MAX: Final = 4096
 _DEPTH_MAX: Final = 4
 _WEIGHTS: Final = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth", "*.tensors")
 _USUAL_FORMATS: Final = (
-    "auto",
-    "hf",
-    "dummy",
-    "safetensors",
-    "fastsafetensors",
-    "instanttensor",
-    "mistral",
-    "runai_streamer",
-    "runai_streamer_sharded",
-    "sharded_state",
-    "bitsandbytes",
-    "gguf",
+    *("auto", "hf", "dummy", "mistral", "bitsandbytes", "gguf", "safetensors", "fastsafetensors"),
+    *("instanttensor", "runai_streamer", "runai_streamer_sharded", "sharded_state"),
 )
-"""Values of `--load-format` with which vLLM takes safetensors where there are any."""
+"""Values of `--load-format` with which vLLM takes safetensors if there are any."""
 _FORMATS: Final = {"pt": ("*.pt",), "npcache": ("*.bin",), "tensorizer": ("*.tensors",)}
-"""Of those of other files, which; of a format that is not here all of them count."""
+"""The files that other formats read. With a format that is not here, all weights count."""
 _ANY_FORMAT: Final = ""
 _OTHER_MODELS: Final = ("audio_model_id", "text_model_id")
-"""What of a model's configuration names models that parts of it are loaded from: Ultravox."""
+"""Names of other models in a configuration, from which parts are loaded (Ultravox)."""
 _HEADER_BYTES_MAX: Final = 100 * 1024 * 1024
 _OTHER_SUFFIXES: Final = (
     ".h5",
@@ -58,55 +47,28 @@ _OTHER_SUFFIXES: Final = (
     ".tflite",
     *(pattern.removeprefix("*") for pattern in _WEIGHTS),
 )
-"""Files of weights, which count where the load format reads them, and else do not."""
+"""Weights, which count only if the load format reads them."""
 _WITHOUT_EFFECT: Final = (
-    # Of given token ids, which model computes what is the same with any tokenizer.
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer.model.v*",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tekken.json",
-    "*.tiktoken",
-    "spiece.model",
-    "sentencepiece*.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    # How tokens are chosen.
+    # KV depends on token ids, however they were made.
+    *("tokenizer.json", "tokenizer.model", "tokenizer.model.v*", "tokenizer_config.json"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
+    *("tekken.json", "*.tiktoken", "spiece.model", "sentencepiece*.model"),
+    *("chat_template.jinja", "chat_template.json"),
+    # Sampling.
     "generation_config.json",
-    # What people read.
-    "*.md",
-    "LICENSE*",
-    "NOTICE*",
-    "README*",
-    "*.gif",
-    "*.jpeg",
-    "*.jpg",
-    "*.pdf",
-    "*.png",
-    "*.svg",
-    "*.webp",
-    # What a training leaves behind; vLLM does not load these either.
-    "training_args.bin",
-    "optimizer.bin",
-    "optimizer.pt",
-    "scheduler.pt",
-    "scaler.pt",
-    "rng_state*",
-    "trainer_state.json",
-    "*_results.json",
-    "events.out.tfevents*",
+    # Documentation.
+    *("*.md", "LICENSE*", "NOTICE*", "README*", "*.pdf"),
+    *("*.gif", "*.jpeg", "*.jpg", "*.png", "*.svg", "*.webp"),
+    # Left by a training run; vLLM does not load these either.
+    *("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"),
+    *("rng_state*", "trainer_state.json", "*_results.json", "events.out.tfevents*"),
 )
-"""Names of files that no KV depends on. Whatever is not among them counts."""
+"""Names of files that no KV depends on. All others count."""
 _FOLDERS_WITHOUT_EFFECT: Final = ("__pycache__", "checkpoint-*", "np", "original", "runs")
 
 
 class WeightsUnknown(Exception):
-    """Nothing tells these weights from others; the message says why and what would help."""
+    """Nothing tells these weights from others; the message gives the reason and the remedy."""
 
 
 def model_identity(
@@ -121,24 +83,24 @@ def model_identity(
 ) -> dict[str, str]:
     """Name and commit of a hub model, or a digest of the files of a local one.
 
-    A revision may be a branch, which moves; transformers notes in the configuration which commit
-    it came from. Weights that are `streamed_from` a URL are told apart by the revision alone. Of
-    `sampled` files not every byte counts; they share nothing with those of which all do.
+    A revision may be a branch, which moves; transformers notes the commit in the configuration.
+    Weights that are `streamed_from` a URL are known by the revision alone. Digests of `sampled`
+    files cover a part of their bytes, and never equal those of whole files.
 
     Raises:
-        WeightsUnknown: two different models could not be told apart. Not for `dummy` weights.
+        WeightsUnknown: two models could not be told apart. Not for `dummy` weights.
         OSError: the files are there and cannot be read.
     """
     path = Path(model)
     others = {} if dummy else _other_models(hf_config, sampled=sampled)
     if load_format not in _USUAL_FORMATS:
-        # A commit may hold several, and of other weights.
+        # A commit may hold other weights in other formats.
         others["load_format"] = load_format
     if streamed_from:
         if not revision:
             raise WeightsUnknown(
-                f"its weights are streamed from {streamed_from}, where others may be tomorrow; "
-                "name them with --revision, by another name whenever they change"
+                f"its weights are streamed from {streamed_from}, which may hold others tomorrow; "
+                "name them with --revision, and change the name whenever they change"
             )
         config = folder_digest(path) if path.is_dir() else ""
         return others | {"name": streamed_from, "revision": revision, "config": config}
@@ -157,16 +119,16 @@ def model_identity(
     commit = getattr(hf_config, "_commit_hash", None)
     if not (commit or revision or dummy):
         raise WeightsUnknown(
-            f"model {model!r} came with no commit, and its name alone may mean other weights "
-            "tomorrow; name them with --revision"
+            f"model {model!r} came without a commit, and its name may mean other weights tomorrow; "
+            "name them with --revision"
         )
     return others | {"name": model, "revision": str(commit or revision or "")}
 
 
 def _other_models(hf_config: Any, *, sampled: bool) -> dict[str, str]:
-    """Of models that parts of this one are loaded from, a digest of each.
+    """A digest of each model that parts of this one are loaded from.
 
-    vLLM takes them at whatever revision their hub has, so names do not tell them.
+    vLLM takes whatever revision their hub has, so names do not identify them.
     """
     digests: dict[str, str] = {}
     for name in _OTHER_MODELS:
@@ -185,18 +147,13 @@ def _other_models(hf_config: Any, *, sampled: bool) -> dict[str, str]:
 class AdapterFiles:
     """The files of a LoRA adapter, as they were when they were read.
 
-    `settled`: they had not been changed for so long that a further change shows in their stamps.
+    `settled`: they were old enough by then that a later change shows in their stamps.
     """
 
     path: str
     digest: str
     stamps: tuple[str, ...]
     settled: bool
-
-
-def adapter_identity(path: str) -> str:
-    """What tells a LoRA adapter from others: the files in its folder; see `read_adapter`."""
-    return read_adapter(path).digest
 
 
 def read_adapter(path: str) -> AdapterFiles:
@@ -209,7 +166,7 @@ def read_adapter(path: str) -> AdapterFiles:
     began = time.time()
     folder, found = _adapter_files(path)
     stamps = _stamps(found)
-    # In a step of the scheduler, which waits for no other process. vLLM reads it as well.
+    # Not remembered: this runs in a scheduler's step, which must not wait for another process.
     digest = _digest_of(folder, found, sampled=False, remember=False)
     again, found = _adapter_files(path)
     if again != folder or _stamps(found) != stamps:
@@ -218,10 +175,9 @@ def read_adapter(path: str) -> AdapterFiles:
 
 
 def same_adapter(files: AdapterFiles) -> bool:
-    """Whether no file of an adapter was changed, added or removed since.
+    """Whether no file of an adapter was changed, added or removed since; false if it is not known.
 
-    It is cheap enough for each request. Of files that were changed shortly before they were read
-    that cannot be said.
+    Cheap enough for each request.
 
     Raises:
         WeightsUnknown: it is not known which files vLLM loads.
@@ -235,11 +191,11 @@ def _stamps(found: list[tuple[Path, bool]]) -> tuple[str, ...]:
 
 
 def _adapter_files(path: str) -> tuple[Path, list[tuple[Path, bool]]]:
-    # As vLLM finds them, `get_adapter_absolute_path`, but for its download.
+    # As `get_adapter_absolute_path` of vLLM, without its download.
     folder = Path(os.path.expanduser(path))
     if not folder.is_dir():
         folder = _downloaded(path)
-    # It takes names of its own, so that a file of one format does not stand for those of others.
+    # Adapters have their own file names, so safetensors do not stand for other formats.
     found = _files_in(folder, _ANY_FORMAT)
     if not any(weighty for _, weighty in found):
         raise WeightsUnknown(
@@ -251,8 +207,8 @@ def _adapter_files(path: str) -> tuple[Path, list[tuple[Path, bool]]]:
 def _downloaded(hub_id: str) -> Path:
     """The only snapshot of a hub's repository that vLLM can load; raises `WeightsUnknown`.
 
-    vLLM may load it at any time, and then loads what the hub has by then. Only offline, with one
-    snapshot there, does the scheduler know what a worker has loaded, or will.
+    vLLM may load it at any time, and loads what the hub has then. What a worker has loaded, or
+    will, is known only offline and with a single snapshot.
     """
     import huggingface_hub
 
@@ -265,23 +221,20 @@ def _downloaded(hub_id: str) -> Path:
         if len(snapshots) == 1:
             return snapshots[0]
     raise WeightsUnknown(
-        f"{hub_id!r} is no folder on this machine, and the name may mean other weights tomorrow; "
-        "give the folder that `hf download` prints, or set HF_HUB_OFFLINE=1 with one revision "
-        "downloaded"
+        f"{hub_id!r} is not a folder on this machine, and may mean other weights tomorrow; give "
+        "the folder that `hf download` prints, or set HF_HUB_OFFLINE=1 with one revision downloaded"
     )
 
 
 def folder_digest(
     folder: Path, *, sampled: bool = False, remember: bool = True, load_format: str = "auto"
 ) -> str:
-    """Hex digest of the files that vLLM may read in a folder of a model, with their names.
+    """Hex digest of the names and bytes of the files that vLLM may read in a model's folder.
 
-    All of them count but those that are known to change no KV: which shards an index names, how
-    weights are quantized, and the model's own code decide about KV as the weights do. Every byte
-    counts. Where weights are `sampled`, only so much of a safetensors file counts as is read in no
-    time: its size, its header, and `_SAMPLE_BYTES` from the middle of every tensor, which a
-    training of all layers does not survive; and of other large files size, time and the first and
-    last sample.
+    All files count except those known to change no KV: an index of shards, quantization settings
+    and the model's own code decide about KV as weights do. If weights are `sampled`, a safetensors
+    file counts with its size, its header and `_SAMPLE_BYTES` from the middle of every tensor, which
+    a training of all layers changes; another large file with size, time, first and last sample.
 
     Raises:
         WeightsUnknown: there are too many files.
@@ -296,7 +249,7 @@ def folder_digest(
 
 
 def settings_digest(folder: Path) -> str:
-    """As `folder_digest`, of what is beside the weights in the folder itself."""
+    """As `folder_digest`, for the files beside the weights, without subfolders."""
     found = [(path, False) for path, weighty in _files_in(folder, "auto") if not weighty]
     return _digest_of(folder, found, sampled=False, remember=False)
 
@@ -324,9 +277,9 @@ def _digest_of(
 
 
 def _folders(folder: Path) -> list[Path]:
-    """A model's folder, and those in it that vLLM may read: towers, packages of code.
+    """A model's folder and its subfolders that vLLM may read: towers, packages of code.
 
-    Not those of adapters, which are known by their own files.
+    Without those of adapters, which have an identity of their own.
     """
     found = [folder]
     level = [folder]
@@ -345,7 +298,7 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _files_in(folder: Path, load_format: str) -> list[tuple[Path, bool]]:
-    """Files that count in a folder, and whether each is one of the weights; sorted by name."""
+    """Files that count in a folder, each with whether it holds weights; sorted by name."""
     weights = set(_weights_in(folder, load_format))
     others = {
         folder / name
@@ -364,18 +317,14 @@ def _without_effect(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def _weights_in(folder: Path, load_format: str = "auto") -> list[Path]:
-    """The weight files of a folder: safetensors, or where there are none what else there is.
-
-    Of a format that takes others, those.
-    """
+    """The weight files that vLLM reads in a folder: safetensors, or all if there are none."""
     arrays = folder / "np"
     if load_format == "npcache" and (arrays / "weight_names.json").is_file():
-        # vLLM made them of the weights at an earlier start, and reads nothing else since.
+        # vLLM made them from the weights at an earlier start, and reads nothing else since.
         return sorted(path for path in arrays.iterdir() if path.is_file())
-    first, *others = _WEIGHTS
     if load_format not in _USUAL_FORMATS:
-        patterns = _FORMATS.get(load_format, _WEIGHTS)
-        return _matching(folder, *patterns)
+        return _matching(folder, *_FORMATS.get(load_format, _WEIGHTS))
+    first, *others = _WEIGHTS
     return _matching(folder, first) or _matching(folder, *others)
 
 
@@ -389,31 +338,31 @@ def _matching(folder: Path, *patterns: str) -> list[Path]:
 
 
 def _hash_safetensors(hasher: Any, path: Path) -> None:
-    # Format: 8 bytes of little-endian header length, a JSON header, then the tensors' bytes.
     hasher.update(path.stat().st_size.to_bytes(8, "little"))
     with path.open("rb") as file:
-        length_bytes = file.read(8)
-        (length,) = struct.unpack("<Q", length_bytes) if len(length_bytes) == 8 else (0,)
-        if not 0 < length <= _HEADER_BYTES_MAX:
-            _hash_opaque(hasher, path)
-            return
-        header = file.read(length)
+        header = _safetensors_header(file)
         hasher.update(header)
         try:
             tensors = json.loads(header)
         except ValueError:
-            _hash_opaque(hasher, path)
-            return
+            tensors = None
         if not isinstance(tensors, dict):
             _hash_opaque(hasher, path)
             return
         for name in sorted(tensors):
             offsets = tensors[name].get("data_offsets") if isinstance(tensors[name], dict) else None
-            if not offsets:
-                continue
-            start, end = offsets
-            file.seek(8 + length + start + max(0, (end - start - _SAMPLE_BYTES) // 2))
-            hasher.update(file.read(min(_SAMPLE_BYTES, end - start)))
+            if offsets:
+                start, end = offsets
+                middle = start + max(0, (end - start - _SAMPLE_BYTES) // 2)
+                file.seek(8 + len(header) + middle)
+                hasher.update(file.read(min(_SAMPLE_BYTES, end - start)))
+
+
+def _safetensors_header(file: BinaryIO) -> bytes:
+    """The JSON between the header's length (8 bytes, little endian) and the tensors, or nothing."""
+    length_bytes = file.read(8)
+    (length,) = struct.unpack("<Q", length_bytes) if len(length_bytes) == 8 else (0,)
+    return file.read(length) if length <= _HEADER_BYTES_MAX else b""
 
 
 def _hash_opaque(hasher: Any, path: Path) -> None:

@@ -1,12 +1,12 @@
 """Copies between the KV cache of a CPU engine and vLLM's host tier.
 
-The worker that vLLM has for it needs CUDA streams. This one copies in a thread, in the order of
-submission, in the same two layouts of the host tier as vLLM's: each worker's pages side by side,
-or the canonical pages that vLLM's mappings describe.
+vLLM's own worker needs CUDA streams. This one copies in a thread, in the order of submission, and
+knows the same two layouts of the host tier: each worker's pages side by side, or the canonical
+pages that vLLM's mappings describe.
 
-Invariants: a chunk's sub-block j is the j-th block of its chunk in every tensor; what a job does
-not cover is not touched; `wait` returns only once its jobs' copies are over, and copies depend on
-nobody but this process.
+Invariants: sub-block j of a row is the j-th block of its chunk in every tensor; what a job does not
+cover is not touched; `wait` returns once the copies of its jobs are over, and copies depend only on
+this process.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One run of a layer's page: where its fragments are on both sides."""
+    """One run of fragments in a layer's page, on both sides."""
 
     cache: Bytes
     """[blocks, fragments, bytes]"""
@@ -63,7 +63,7 @@ class HostCopyWorker(OffloadingWorker):
 
     Args:
         kv_caches: the engine's cache, as vLLM describes it.
-        region: vLLM's `SharedOffloadRegion`; owned from here on.
+        region: vLLM's `SharedOffloadRegion`, which this worker closes.
         blocks_per_chunk: blocks of one row of the region.
         canonical: whether rows hold canonical pages.
         several: whether the engine has other workers.
@@ -101,7 +101,7 @@ class HostCopyWorker(OffloadingWorker):
     ) -> bool:
         """Copy rows of the host tier to blocks of the cache.
 
-        For one that is `expedited` vLLM (from 0.33 on) holds up a step, so it waits for no others.
+        vLLM 0.33 delays a step for an `expedited` load, so that waits for no other copies.
         """
         thread = self._expedited if expedited else self._thread
         return self._submit(thread, job_id, dst_spec, src_spec, store=False)
@@ -121,7 +121,7 @@ class HostCopyWorker(OffloadingWorker):
         return True
 
     def _pieces(self, blocks: GPULoadStoreSpec, chunk_ids: Ids) -> Iterator[tuple[int, Ids, Ids]]:
-        """Of each group its blocks, and the row and place in it of each, as one number."""
+        """For each group: number, block ids, and where each block is: row × blocks per row + j."""
         block_ids = blocks.block_ids.astype(np.int64)
         first_block = first_chunk = 0
         for group, (count, index) in enumerate(
@@ -151,7 +151,7 @@ class HostCopyWorker(OffloadingWorker):
             for run in self._groups[group]:
                 blocks, at = block_ids, places
                 if store and run.num_writers > 1:
-                    # Ranks that hold the same bytes take turns.
+                    # Ranks that hold the same bytes share the work.
                     mine = places % run.num_writers == run.writer_index
                     blocks, at = block_ids[mine], places[mine]
                 rows, inner = np.divmod(at, self._per_chunk)
@@ -165,10 +165,9 @@ class HostCopyWorker(OffloadingWorker):
     def get_finished(self) -> list[TransferResult]:
         """Jobs that ended since the last call. Called once per step.
 
-        A step that computes nothing is there for somebody else's transfer, and is repeated at once.
-        Several workers wait for the next one by spinning, each on its core, which leaves none to
-        the sidecar that the transfer needs: so each sleeps for a moment, or until a copy of its own
-        has ended. A single worker does not spin, and vLLM sleeps between its steps.
+        vLLM repeats a step that computes nothing at once, to wait for a transfer. Several workers
+        then spin, each on its core, and leave none to the sidecar. So each sleeps for a moment, or
+        until one of its copies has ended. A single worker does not spin.
         """
         if self._several and _computes_nothing():
             if self._jobs:
@@ -179,13 +178,13 @@ class HostCopyWorker(OffloadingWorker):
         return [self._jobs.pop(job_id).result() for job_id in ended]
 
     def wait(self, job_ids: set[int]) -> None:
-        """Until these jobs' copies are over."""
+        """Wait until the copies of these jobs are over."""
         for job_id in job_ids:
             if (job := self._jobs.get(job_id)) is not None:
                 job.result()
 
     def shutdown(self) -> None:
-        """End what is queued, and give the region back."""
+        """Finish what is queued, and close the region."""
         self._thread.shutdown()
         self._expedited.shutdown()
         self._groups.clear()
@@ -193,7 +192,7 @@ class HostCopyWorker(OffloadingWorker):
 
 
 def _computes_nothing() -> bool:
-    """Whether this step is without a forward pass."""
+    """Whether this step has no forward pass."""
     if not is_forward_context_available():
         return False
     metadata: Any = get_forward_context().attn_metadata
@@ -253,7 +252,7 @@ def _fragments(
     """Views of a run's fragments in every row; `inner` are axes (count, stride) between them."""
     shape = (len(rows), *(count for count, _ in inner), run.num_fragments, run.fragment_size)
     strides = (rows.strides[0], *(step for _, step in inner), stride, 1)
-    # The caller's views end with the last fragment: none of this reaches beyond a row.
+    # No fragment may reach beyond its row.
     last = offset + sum((count - 1) * step for count, step in inner)
     last += (run.num_fragments - 1) * stride + run.fragment_size
     assert last <= rows.shape[1], f"a run reaches byte {last} of a row of {rows.shape[1]}"

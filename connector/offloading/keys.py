@@ -1,10 +1,10 @@
-"""What chunks of vLLM's own offloading are called in kvlake.
+"""Keys of the chunks of vLLM's own offloading.
 
-vLLM calls a chunk by its block hash, which covers tokens, cache salt, adapter and media; a key of
-ours is made of that and of the namespace. It is not the key that `KVLakeConnector` makes of
-the same tokens, which vLLM does not tell us here: the two share a sidecar, not chunks.
+vLLM names a chunk by its block hash, which covers tokens, cache salt, adapter and media. The key is
+a hash of that name and the namespace. It is not the key that `KVLakeConnector` makes of the same
+tokens, which vLLM does not show a tier: the two share a sidecar, but no chunks.
 
-Owns the namespace of an engine's rows, its keys, and the way back from a key for events.
+Owns the namespace of an engine's rows, their keys, and the way back from a key for events.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ChunkNames:
 
     Args:
         namespace: from `namespace_of`.
-        remembers: whether vLLM's names are to be found again by key; the last that were asked for.
+        remembers: whether `of_start` is needed; it knows the last `NAMES_KEPT_MAX` names.
     """
 
     def __init__(self, namespace: bytes, *, remembers: bool) -> None:
@@ -44,11 +44,11 @@ class ChunkNames:
 
     @property
     def owner(self) -> str:
-        """Whose chunks are told of in events."""
+        """The owner of these chunks in events."""
         return f"{TIERS_OWNER}{self.digest.hex()[:16]}"
 
     def key_of(self, name: OffloadKey) -> bytes:
-        """Our key of a chunk."""
+        """The key of a chunk."""
         hasher = hashlib.sha256(_KEY_DOMAIN)
         hasher.update(self.digest)
         hasher.update(len(self._generation).to_bytes(4, "little") + self._generation)
@@ -63,11 +63,11 @@ class ChunkNames:
         return key
 
     def of_start(self, start: bytes) -> OffloadKey | None:
-        """What vLLM calls the chunk whose key begins so, if that is known."""
+        """The name that vLLM gives the chunk whose key begins so, if it is known."""
         return self._known.get(start)
 
     def forget(self) -> None:
-        """From now on keys are of a new generation: nothing from before is found."""
+        """Begin a new generation of keys: nothing from before is found."""
         self._generation = os.urandom(16)
         self._known.clear()
 
@@ -98,7 +98,7 @@ def namespace_of(config: OffloadingConfig, identity: Any, row_bytes: int) -> byt
             }
             for group in config.groups
         ],
-        # Pages that do not depend on how the model was cut are shared by all cuts of it.
+        # Portable pages are shared by engines with any number of ranks.
         "cut": []
         if portable
         else [parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],

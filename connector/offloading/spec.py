@@ -1,18 +1,17 @@
-"""`KVLakeOffloadingSpec`: kvlake behind vLLM's own `OffloadingConnector`.
+"""`KVLakeOffloadingSpec`: kvlake below the host tier of vLLM's own `OffloadingConnector`.
 
-vLLM's offloading interface knows no failed load: what was said to be there when a request was
-scheduled must come (its worker asserts it). No cache that another process holds can promise that.
-So chunks are brought into vLLM's own host tier before vLLM is told of a hit. This spec is vLLM's
-tiering spec with `KVLakeTier` below its host tier (`tier.py`), and with a worker for engines
-on the CPU platform, which vLLM has none for (`cpu_worker.py`).
+vLLM's offloading interface has no failed load: what a lookup reported must come. No cache in
+another process can promise that, so chunks are brought into vLLM's host tier before vLLM is told of
+a hit. The spec is vLLM's tiering spec with `KVLakeTier` as its last tier (`tier.py`), and with a
+worker for the CPU platform, for which vLLM has none (`cpu_worker.py`).
 
-Owns how the two halves of an engine agree on a namespace, and on where vLLM publishes its KV
-events: the workers see vLLM's configuration, the scheduler's half is not shown it, so the first
-worker leaves a note that the scheduler takes.
+Owns the note by which the two halves of an engine agree on a namespace and on where vLLM publishes
+its KV events: only workers see vLLM's configuration, so the first of them leaves a note in /dev/shm
+that the scheduler's half takes.
 
-Invariants: an engine that cannot be told from others is served by vLLM's host tier alone. By none
-is one that cannot go on from a cached prefix, or whose workers' rows of that tier do not fit. No
-name of a file outlives the start of an engine.
+Invariants: an engine whose identity is not known is served by vLLM's host tier alone, and one that
+cannot continue from a cached prefix, or whose workers' rows do not fit, by no tier. No file name
+outlives the start of an engine.
 """
 
 from __future__ import annotations
@@ -39,17 +38,10 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-import connector.ownership  # noqa: F401 # pyright: ignore[reportUnusedImport] (looks first)
+import connector.ownership  # noqa: F401 # pyright: ignore[reportUnusedImport] (checks at import)
 from connector.client import UncachedNotice
 from connector.events import events_endpoints
-from connector.identity.eligibility import (
-    chunks_refusal,
-    faults_refusal,
-    media_refusal,
-    prefix_refusal,
-    rows_refusal,
-    tails_refusal,
-)
+from connector.identity import eligibility
 from connector.identity.namespace import offloading_identity
 from connector.identity.speculative import speculation_of, speculation_unsupported_reason
 from connector.identity.weights import WeightsUnknown
@@ -71,24 +63,21 @@ if TYPE_CHECKING:
     )
     from vllm.v1.kv_offload.config import OffloadingConfig
 
-    from connector.client import UncachedReason
-
 logger = logging.getLogger("vllm.kvlake")
 
 TIER: Final = "KVLakeTier"
 OWN_SETTINGS: Final = ("socket", "attach_seconds")
-_SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 (vLLM's region is there as well)
 
 
 class NoTiers(OffloadingManager):
     """Has nothing and takes nothing."""
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:  # noqa: ARG002
-        """It is not there."""
+        """Always a miss."""
         return LookupResult.MISS
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        """Never asked for: nothing was said to be there."""
+        """Never called: there are no hits."""
         raise NotImplementedError
 
     def prepare_store(
@@ -96,21 +85,21 @@ class NoTiers(OffloadingManager):
         keys: Collection[OffloadKey],  # noqa: ARG002
         req_context: ReqContext,  # noqa: ARG002
     ) -> PrepareStoreOutput:
-        """None of them is to be stored, and none was given up for that."""
+        """Stores nothing and evicts nothing."""
         return PrepareStoreOutput([], LoadStoreSpec(), [])
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:  # noqa: ARG002
-        """As of any other."""
+        """No request is special."""
         return RequestOffloadingContext()
 
 
 class NoCopies(OffloadingWorker):
-    """The worker of an engine with `NoTiers`, where vLLM's host tier must not even be made."""
+    """The worker of an engine with `NoTiers` that must not even make vLLM's host tier."""
 
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
     ) -> bool:
-        """Never asked for: nothing was said to be stored."""
+        """Never called: nothing is stored."""
         raise NotImplementedError
 
     def submit_load(
@@ -120,19 +109,19 @@ class NoCopies(OffloadingWorker):
         dst_spec: GPULoadStoreSpec,
         expedited: bool = False,
     ) -> bool:
-        """Never asked for: nothing was said to be there."""
+        """Never called: there are no hits."""
         raise NotImplementedError
 
     def get_finished(self) -> list[TransferResult]:
-        """There are none."""
+        """There are no jobs."""
         return []
 
     def wait(self, job_ids: set[int]) -> None:
-        """There are none."""
+        """There are no jobs."""
 
 
 class KVLakeOffloadingSpec(TieringOffloadingSpec):
-    """The host tier of vLLM with kvlake below it (docs/how-to/vllm-offloading.md)."""
+    """vLLM's host tier with kvlake below it; settings are in `docs/how-to/vllm-offloading.md`."""
 
     _manager: OffloadingManager | None
 
@@ -143,27 +132,34 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
         tiers: list[dict[str, Any]] = [*extra.get("secondary_tiers", []), tier]
         super().__init__(replace(config, extra_config={**extra, "secondary_tiers": tiers}))
         self.secondary_tier_configs = tiers
-        # What was generated is the start of the next turn. vLLM leaves it out unless told.
+        # Generated tokens begin the next turn's prompt. vLLM leaves them out by default.
         self.offload_prompt_only = bool(extra.get("offload_prompt_only", False))
 
     def get_manager(self) -> OffloadingManager:
-        """The manager of tiers, which is vLLM's, with ours as the last."""
+        """Make vLLM's manager of tiers, with kvlake's as the last one."""
         if self._manager is None:
             log_unknown_options(self.config.extra_config, OFFLOADING_OPTIONS)
             note = take_note(self.config.engine_id)
             self._manager = self._make_manager(note)
             if refusal := note.get("refusal"):
-                self._decline(self._manager, note.get("reason", "unsupported"), refusal)
+                notice = UncachedNotice(
+                    sockets_of(self.config.extra_config.get("socket")),
+                    Role.SCHEDULER,
+                    str(self.config.engine_id),
+                    note.get("reason", "unsupported"),
+                    refusal,
+                )
+                # vLLM closes neither, and drops the spec at once.
+                weakref.finalize(self._manager, notice.close)
         return self._manager
 
     def _make_manager(self, note: dict[str, Any]) -> OffloadingManager:
         refusal = note.get("refusal", "")
-        preempted_are_new = note.get("preempted_are_new") is True
         if note.get("rows") is False:
             logger.warning("kvlake: this engine is served by no tier, because %s", refusal)
             return NoTiers()
         if note.get("prefixes") is False:
-            # Of vLLM's host tier, too, it would load them.
+            # vLLM's host tier would load prefixes, too.
             logger.warning(
                 "kvlake: this engine is served by no tier, because %s; its workers have taken "
                 "cpu_bytes_to_use of host memory all the same; start it without the connector",
@@ -171,6 +167,7 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
             )
             unlink_region(self.config.engine_id)
             return NoTiers()
+        preempted_are_new = note.get("preempted_are_new") is True
         if refusal:
             logger.warning(
                 "kvlake: this engine is served by vLLM's host tier alone, because %s", refusal
@@ -183,30 +180,23 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
                 **note.get("events", {}),
             }
         manager = super().get_manager()
-        requests = guard_tiers(manager, preempted_are_new=preempted_are_new)
-        # Of changes that go round the engine core nothing is heard: a worker here tells none.
-        watch_engine_weights(requests)
+        # Workers report no weight updates here, so those that bypass the engine core go unnoticed.
+        watch_engine_weights(guard_tiers(manager, preempted_are_new=preempted_are_new))
         unlink_region(self.config.engine_id)
         disown_region(self._scheduler_mmap)
         return manager
 
-    def _decline(self, manager: OffloadingManager, reason: UncachedReason, refusal: str) -> None:
-        """Have the sidecar tell that it is not used, for as long as the manager is there."""
-        sockets = sockets_of(self.config.extra_config.get("socket"))
-        engine_id = str(self.config.engine_id)
-        declining = UncachedNotice(sockets, Role.SCHEDULER, engine_id, reason, refusal)
-        # vLLM ends neither, and forgets the spec at once.
-        weakref.finalize(manager, declining.close)
-
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """The worker, which is vLLM's, or ours on the CPU platform."""
+        """Make vLLM's worker, or kvlake's on the CPU platform."""
         from vllm.config import get_current_vllm_config
         from vllm.platforms import current_platform
 
         vllm_config = get_current_vllm_config()
-        reason = rows_refusal(vllm_config, len(self.config.groups)) or chunks_refusal(
-            vllm_config, layer_specs_of(vllm_config), self.blocks_per_chunk
-        )
+        specs = layer_specs_of(vllm_config)
+        num_groups, per_chunk = len(self.config.groups), self.blocks_per_chunk
+        reason = eligibility.host_tier_rows_unsupported_reason(
+            vllm_config, num_groups
+        ) or eligibility.host_tier_chunks_unsupported_reason(vllm_config, specs, per_chunk)
         if self.config.parallel.rank == 0:
             tokens = self.config.groups[0].tokens_per_block
             note: dict[str, Any] = (
@@ -232,41 +222,36 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
             cpu_page_size=self.cpu_page_size_per_worker,
         )
         disown_region(region)
-        return HostCopyWorker(
-            kv_caches,
-            region,
-            self.blocks_per_chunk,
-            canonical=canonical,
-            several=self.config.parallel.world_size > 1,
-        )
+        several = self.config.parallel.world_size > 1
+        return HostCopyWorker(kv_caches, region, per_chunk, canonical=canonical, several=several)
 
 
 def identity_note(vllm_config: Any, block_tokens: int) -> dict[str, Any]:
-    """What the first worker notes for the scheduler: an identity, or a refusal and its reason."""
+    """The first worker's note for the scheduler: an identity, or a refusal and its reason."""
     specs = layer_specs_of(vllm_config)
-    if reason := prefix_refusal(vllm_config, specs):
+    if reason := eligibility.prefix_unsupported_reason(vllm_config, specs):
         return {"refusal": reason, "prefixes": False}
     if reason := (
-        faults_refusal(vllm_config)
+        eligibility.fault_tolerance_unsupported_reason(vllm_config)
         or speculation_unsupported_reason(vllm_config)
-        or tails_refusal(vllm_config, specs, block_tokens)
+        or eligibility.prefix_match_unsupported_reason(vllm_config, specs, block_tokens)
     ):
         return {"refusal": reason}
-    if reason := media_refusal(vllm_config):
-        # A request's blocks are all that is seen here, and not which of them hold an image.
+    if reason := eligibility.media_unsupported_reason(vllm_config):
+        # A tier sees only a request's blocks, and not which of them hold an image.
         return {"refusal": f"it takes images, audio or video, and {reason}"}
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     if vllm_config.lora_config is not None and not option(extra, "adapters_by_path", False):
         return {
             "refusal": "it serves LoRA adapters, which vLLM's block hashes know by name and path "
-            "only; where a path never comes to mean another adapter, set adapters_by_path to true"
+            "only; if a path never comes to mean another adapter, set adapters_by_path to true"
         }
     try:
         drafter = speculation_of(vllm_config).drafter
         identity = offloading_identity(vllm_config, block_tokens)
     except (WeightsUnknown, OSError) as error:
         return {"refusal": str(error), "reason": "weights"}
-    # Its layers are in the same blocks, and vLLM's hashes know nothing of it.
+    # The drafter's layers are in the same blocks, and vLLM's hashes do not cover it.
     return {"identity": identity | ({"drafter": drafter} if drafter else {})}
 
 
@@ -278,7 +263,7 @@ def _events(vllm_config: Any) -> dict[str, str]:
 
 
 def layer_specs_of(vllm_config: Any) -> list[Any]:
-    """Of the layers of this worker's model: vLLM shows a spec less than that."""
+    """Specs of the layers of this worker's model, which vLLM does not show an offloading spec."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
@@ -288,13 +273,13 @@ def layer_specs_of(vllm_config: Any) -> list[Any]:
 
 
 def note_path(engine_id: str) -> Path:
-    """The file of `leave_note`."""
+    """The file of `leave_note`, beside vLLM's own region."""
     name = hashlib.sha256(engine_id.encode()).hexdigest()[:32]
-    return _SHARED_MEMORY / f"kvlake-offloading-{os.getuid()}-{name}.json"
+    return Path(f"/dev/shm/kvlake-offloading-{os.getuid()}-{name}.json")  # noqa: S108
 
 
 def leave_note(engine_id: str, note: dict[str, Any]) -> None:
-    """What the scheduler of this engine is to know, in a file that only this user can read."""
+    """Leave a note for the scheduler of this engine, in a file that only this user can read."""
     path = note_path(engine_id)
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
@@ -304,14 +289,14 @@ def leave_note(engine_id: str, note: dict[str, Any]) -> None:
 
 
 def take_note(engine_id: str) -> dict[str, Any]:
-    """What the first worker left; a refusal where there is nothing of this user's."""
+    """The note of the first worker; a refusal if this user left none."""
     path = note_path(engine_id)
     try:
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(os.open(path, flags)) as file:
             found = os.fstat(file.fileno())
             if found.st_uid != os.getuid() or not stat.S_ISREG(found.st_mode):
-                return {"refusal": f"{path} is somebody else's; remove it"}
+                return {"refusal": f"{path} belongs to another user or is no file; remove it"}
             note: dict[str, Any] = json.load(file)
         path.unlink()
     except (OSError, ValueError) as error:

@@ -1,20 +1,18 @@
-"""Carries rows of somebody else's memory to and from the sidecar, through memory of our own.
+"""Carries rows of vLLM's host tier to and from the sidecar, through a staging buffer.
 
-vLLM's offloading keeps chunks in a region of host memory that is not ours to share: it is a plain
-file, which the sidecar refuses to map (`tiers/kv/memfd.py`), and its rows are handed out again when
-vLLM pleases. So a few rows of a memfd stand between: a thread copies between a row of the region
-and one of these, the sidecar between these and its slots.
+vLLM's host tier is a plain file, which the sidecar refuses to map (`tiers/kv/memfd.py`), and whose
+rows vLLM reuses at any time. So a few rows of a memfd stand between: a thread copies between a row
+of the region and a staging row, the sidecar between staging rows and its slots.
 
-Owns the rows, the thread, and the transfers on their way. Knows nothing of vLLM.
+Owns the staging rows, the thread, and the transfers in flight. Knows nothing of vLLM.
 
 Invariants:
 
-* Only our thread touches the region, and only while the transfer that it does so for has not
-  ended: whoever was told that a transfer ended may use its region row for something else, whatever
-  the sidecar does or does not do.
-* Every transfer ends: by the sidecar's answer, or at its deadline. One that was given up keeps its
-  row of the bounce memory until the sidecar can no longer touch that.
-* Nothing here waits but `drain`, and that only for copies within this process.
+* Only the thread touches the region, and only until the transfer is reported as ended. After that
+  the region's row may be reused, whatever the sidecar does.
+* Every transfer ends, by the sidecar's answer or at its deadline. One that is given up keeps its
+  staging row until the sidecar can no longer touch it.
+* Only `drain` waits, and only for copies within this process.
 """
 
 from __future__ import annotations
@@ -48,12 +46,12 @@ Rows = npt.NDArray[np.uint8]
 BLOCK_TOKENS: Final = 1
 """vLLM does not say which tokens are in a row, so to the sidecar a row is a block of one token."""
 TOKEN_IDS: Final = bytes(4 * BLOCK_TOKENS)
-"""Stands for what is not known; the encoding says so."""
+"""The tokens are not known; the encoding says so."""
 STORES_PER_JOB_MAX: Final = 64
 
 
 class StagedRow(NamedTuple):
-    """A chunk `key` in row `chunk_id` of the region. The rest is for those that are stored."""
+    """A chunk `key` in row `chunk_id` of the region; the rest is for stores."""
 
     key: bytes
     chunk_id: int
@@ -64,7 +62,7 @@ class StagedRow(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class StagedTransfer:
-    """One row on its way."""
+    """A transfer of one row."""
 
     batch_id: int
     is_load: bool
@@ -89,27 +87,24 @@ class Batch:
 
 
 def row_layout(num_rows: int, row_bytes: int) -> KVLayout:
-    """Rows as the sidecar sees them: blocks of one token, cut into heads of a size it takes.
+    """Rows as the sidecar sees them: blocks of one token, divided into heads of a size it accepts.
 
-    Raises `LayoutError` where a row is larger than the sidecar takes.
+    Raises `LayoutError` if a row is larger than the sidecar accepts.
     """
     heads = 1
     while row_bytes // heads > CONTENT_BYTES_MAX:
         # Rows are whole pages.
         heads *= 2
     content = row_bytes // heads
+    pages = -(-num_rows * row_bytes // mmap.PAGESIZE)
     return KVLayout.from_views(
         Segment(0, 1, 0, heads),
         [(0, (num_rows, heads, BLOCK_TOKENS, content), (row_bytes, content, content, 1))],
         itemsize=1,
         dtype="uint8",
         encoding=ROW_ENCODING,
-        size_bytes=_whole_pages(num_rows * row_bytes),
+        size_bytes=pages * mmap.PAGESIZE,
     )
-
-
-def _whole_pages(size_bytes: int) -> int:
-    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class Staging:
@@ -117,8 +112,8 @@ class Staging:
 
     Args:
         region: the memory of vLLM's host tier.
-        num_rows: how many rows can be on their way at a time.
-        make_role: attaches our memory as that of a worker.
+        num_rows: staging rows.
+        make_role: attaches the staging memory as that of a worker.
     """
 
     def __init__(
@@ -132,15 +127,15 @@ class Staging:
         self._region = region
         self._clock = clock
         layout = row_layout(num_rows, region.shape[1])
-        fd = sealed_memfd("kvlake-bounce", layout.size_bytes)
+        fd = sealed_memfd("kvlake-staging", layout.size_bytes)
         self._map = mmap.mmap(fd, layout.size_bytes)
         keep_out_of_dumps(self._map)
         flat = np.frombuffer(self._map, dtype=np.uint8)
         self._rows: Rows = flat[: num_rows * region.shape[1]].reshape(num_rows, region.shape[1])
         self._free = list(range(num_rows))
         self._kept_for_loads = num_rows // 4
-        """Rows that stores leave: somebody waits for a load, nobody for a store."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvlake-bounce")
+        """Rows that stores leave free: a request waits for a load, nothing for a store."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvlake-staging")
         self._queued: dict[bool, deque[StagedTransfer]] = {True: deque(), False: deque()}
         self._copying: list[StagedTransfer] = []
         self._copied: list[StagedTransfer] = []
@@ -159,7 +154,7 @@ class Staging:
         is_load: bool,
         seconds_max: float,
     ) -> None:
-        """Carry these rows. Reported by `finished`, after a later `pump`."""
+        """Queue these rows. `finished` reports them, after a later `pump`."""
         now = self._clock()
         batch = Batch(batch_id, is_load, now, len(rows))
         if not rows:
@@ -171,7 +166,7 @@ class Staging:
         )
 
     def pump(self, session: SidecarSession | None) -> None:
-        """Take what has ended, and go on with what has not. Never waits."""
+        """Take what has ended, and continue the rest. Never waits."""
         self._collect()
         self._copies_ended()
         self._expire(everything=session is None)
@@ -191,9 +186,9 @@ class Staging:
         return finished
 
     def drain(self) -> None:
-        """End everything now; after this the region's rows are not touched.
+        """End everything now; the region is not touched afterwards.
 
-        Waits for the copy that runs within this process, and for nothing of the sidecar.
+        Waits for a copy that runs in this process, and not for the sidecar.
         """
         for transfer in list(self._copying):
             if transfer.copy is not None and not transfer.copy.cancel():
@@ -202,7 +197,7 @@ class Staging:
         self._expire(everything=True)
 
     def close(self) -> None:
-        """Detach. What is on its way ends with the session."""
+        """Detach. Transfers in flight end with the session."""
         self.drain()
         self._thread.shutdown()
         self._role.close()
@@ -238,7 +233,7 @@ class Staging:
                 self._copied.append(transfer)
 
     def _expire(self, *, everything: bool) -> None:
-        """Give up what is past its deadline, but for what our own thread is at right now."""
+        """Give up transfers past their deadline, except those that the thread copies right now."""
         now = self._clock()
 
         def over(transfer: StagedTransfer) -> bool:
@@ -262,7 +257,7 @@ class Staging:
     def _send_stores(self, plan: StepPlan, inflight_max: int) -> None:
         while self._copied and len(self._loads) + len(self._stores) < inflight_max:
             first = self._copied[0].chunk
-            # What a job says of its chunks, it says of all of them.
+            # Retention holds for all chunks of a job.
             alike = [
                 one
                 for one in self._copied
@@ -284,7 +279,7 @@ class Staging:
             transfer.row = self._free.pop()
             job_id = self._new_id()
             self._loads[job_id] = transfer
-            # A job for each, so that one that fails takes no other with it.
+            # A job for each, so that one failure fails no other.
             chunk = LoadChunk(transfer.chunk.key, 0, [transfer.row])
             plan.loads.append(Load(str(job_id), LoadJob(job_id, [chunk])))
 
@@ -303,7 +298,7 @@ class Staging:
     # --- the end -------------------------------------------------------------------------------
 
     def _end(self, transfer: StagedTransfer, *, ok: bool) -> None:
-        """Nothing touches the transfer's bounce row any more."""
+        """Free the staging row, which nothing touches any more."""
         if transfer.row >= 0:
             self._free.append(transfer.row)
         if not transfer.given_up:

@@ -1,11 +1,11 @@
 """`KVLakeTier`: kvlake as a tier below vLLM's own host tier (`SecondaryTierManager`).
 
-vLLM's offloading brings chunks from a tier like this into its host tier before it tells its
-scheduler of a hit, so here everything may fail, be late or be gone, and is a miss then.
+vLLM's offloading brings chunks from such a tier into its host tier before it reports a hit to its
+scheduler. So everything here may fail, be late or be gone, and is a miss then.
 
-Owns the translation of vLLM's calls: which chunks the sidecar has, and what to ask it for. What a
-chunk is called is in `keys.py`, its row is carried by `staging.py`. No method raises for a
-fault of the cache, and none waits for the sidecar.
+Owns the translation of vLLM's calls: which chunks the sidecar has, and what to ask it for. Keys are
+in `keys.py`; `staging.py` carries rows. No method raises for a fault of the cache, and none waits
+for the sidecar.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-import connector.ownership  # noqa: F401 # pyright: ignore[reportUnusedImport] (looks first)
+import connector.ownership  # noqa: F401 # pyright: ignore[reportUnusedImport] (checks at import)
 from connector.client import Attempt, Client
 from connector.events import TierEvents
 from connector.identity.keys import NO_PARENT
@@ -67,18 +67,18 @@ if TYPE_CHECKING:
     from connector.export import ExportedMemory
 
 TOPOLOGY: Final = "offloading"
-"""Of chunks that vLLM put together from all of its ranks."""
-BOUNCE_BYTES: Final = 256 * 1024 * 1024
-BOUNCE_ROWS_MIN: Final = 8
+"""Chunks hold the parts of all ranks."""
+STAGING_BYTES: Final = 256 * 1024 * 1024
+STAGING_ROWS_MIN: Final = 8
 CARRIED_MAX: Final = 3
 """How often a chunk is carried to vLLM's host tier for a request that does not run yet."""
 WITHOUT_SIDECAR_SECONDS: Final = 5.0
-"""How long a transfer may take that was begun with a sidecar that is gone again."""
+"""The deadline of a transfer that begins while there is no sidecar."""
 
 
 @dataclass(slots=True)
 class _Read:
-    """Chunks that the sidecar was asked to bring from the object store."""
+    """Chunks that the sidecar reads from the object store."""
 
     request_id: str
     keys: list[bytes]
@@ -88,12 +88,11 @@ class _Read:
 
 @dataclass(slots=True)
 class _Request:
-    """What is known of one request."""
+    """One request. Chunks are named by their keys."""
 
     request_params: RequestParams
     void: bool = False
-    """The cache was reset while it ran: what it computes with is of before. Or its input streams
-    in, and vLLM mixes up its blocks (`workarounds.py`)."""
+    """Neither served nor stored: its KV is from before a reset, or it is excluded."""
     places: dict[tuple[int, int], bytes] = field(default_factory=dict[tuple[int, int], bytes])
     """Group and last token to key."""
     wanted: dict[bytes, None] = field(default_factory=dict[bytes, None])
@@ -102,13 +101,13 @@ class _Request:
     lookups: list[tuple[SidecarSession, int]] = field(
         default_factory=list[tuple["SidecarSession", int]]
     )
-    """Asked for it, to be given back at its end."""
+    """Released when the request finishes."""
     brought: set[bytes] = field(default_factory=set[bytes])
     """Read from the object store for it, and in host memory since."""
     missed: set[bytes] = field(default_factory=set[bytes])
-    """What could not be had for it, and is not tried again."""
+    """Not available for it, and not tried again."""
     carried: Counter[bytes] = field(default_factory=Counter[bytes])
-    """How often to vLLM's host tier, since it last ran."""
+    """How often each was carried to vLLM's host tier since the request last ran."""
 
     @property
     def reads(self) -> bool:
@@ -123,15 +122,14 @@ class _Request:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One of vLLM's jobs."""
+    """One of vLLM's jobs, with vLLM's name for each key."""
 
     request_id: str
     names: dict[bytes, OffloadKey]
-    """Our keys to vLLM's."""
 
 
 def _hit_source() -> Any:
-    """What vLLM counts hits of this tier as; None for vLLM 0.31, which does not ask."""
+    """As what vLLM counts hits of this tier; None for vLLM 0.31, which does not ask."""
     try:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
     except ImportError:
@@ -140,14 +138,14 @@ def _hit_source() -> Any:
 
 
 class KVLakeTier(SecondaryTierManager):
-    """A tier that is shared with other engines, and survives this one.
+    """A tier that is shared with other engines, and outlives this one.
 
     Args:
         offloading_spec: vLLM's spec of its own tiers.
         primary_kv_view: vLLM's host tier, a row for each chunk.
-        tier_type: what vLLM calls this tier.
+        tier_type: vLLM's name of this tier.
         namespace: what the bytes depend on beyond what vLLM tells a tier: model, weights, dtype,
-            attention backend. Two engines with the same one share chunks.
+            attention backend. Engines with the same one share chunks.
         socket: the sidecar's `attach.sock`.
         attach_seconds: how long the start may wait for a sidecar.
         backpressure_detector: vLLM's.
@@ -157,8 +155,8 @@ class KVLakeTier(SecondaryTierManager):
             preempted as new. Else requests that were preempted then are stored no more.
     """
 
-    # Host memory and the object store in one; a request's filter is asked for each.
     medium = None
+    """It has several: host memory and the object store."""
     cache_hit_source: ClassVar[Any] = _hit_source()
 
     def __init__(
@@ -203,7 +201,7 @@ class KVLakeTier(SecondaryTierManager):
         self.events = NamedEvents(self.names.owner, self.names.of_start)
         self._next_id = 1
         self._sockets = sockets_of(socket)
-        # Before the first request: a sidecar that is there should serve the first one too.
+        # Before the first request, so that a running sidecar serves that too.
         wait_seconds = option({"attach_seconds": attach_seconds}, "attach_seconds", 2.0)
         attempt = Attempt(
             self._attach(
@@ -216,8 +214,8 @@ class KVLakeTier(SecondaryTierManager):
         self.client = Client(self._sockets, lambda: attempt)
         attached = self.client.wait_attached(wait_seconds)
         self._worker_seconds = wait_seconds if attached else 0.0
-        num_rows = max(BOUNCE_ROWS_MIN, min(len(region), BOUNCE_BYTES // self._row_bytes))
-        self._bounce = Staging(
+        num_rows = max(STAGING_ROWS_MIN, min(len(region), STAGING_BYTES // self._row_bytes))
+        self._staging = Staging(
             region, num_rows, lambda memory: WorkerRole(memory, self._worker, self._describe)
         )
 
@@ -249,14 +247,14 @@ class KVLakeTier(SecondaryTierManager):
     # --- lookup --------------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Note what the request wants of us."""
+        """Read the request's parameters."""
         request_params = self._request_params.read(req_context)
         self._requests[req_context.req_id] = _Request(request_params)
         self._offloaded.added(req_context.req_id)
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """HIT: the sidecar has it in host memory. RETRY: it reads it from the object store."""
+        """HIT: it is in the sidecar's host memory. RETRY: it is being read from the store."""
         request = self._requests.get(req_context.req_id)
         session = self.client.session
         if session is None or session.index is None or request is None or not request.reads:
@@ -266,13 +264,13 @@ class KVLakeTier(SecondaryTierManager):
             return LookupResult.MISS
         carried = request.carried[own]
         if carried >= CARRIED_MAX or (not carried and len(request.carried) >= self._num_rows):
-            # A hit is as long as vLLM's host tier. What was carried there and is asked for again
-            # made room for other chunks. If those are of this prompt, too, they would push each
-            # other out for ever.
+            # A hit is no longer than vLLM's host tier. A chunk that was carried there and is looked
+            # up again was evicted for others. If those are of the same prompt, they would evict
+            # each other forever.
             return LookupResult.MISS
         flags = int(session.index.lookup(tags_of([own], session.index_salt))[0])
         allows = req_context.load_tier_filter.allows
-        # What it wanted from the object store alone is on its way in host memory by now.
+        # A chunk read from the object store for it counts as one, though it is in host memory.
         if flags & FLAG_HOST and (own in request.brought or allows(Medium.CPU, Locality.LOCAL)):
             return LookupResult.HIT
         if own in request.reading:
@@ -292,7 +290,7 @@ class KVLakeTier(SecondaryTierManager):
         return own
 
     def _ask(self, request_id: str, request: _Request, session: SidecarSession) -> None:
-        """Have the sidecar read what the object store alone holds."""
+        """Have the sidecar read chunks that only the object store holds."""
         keys = list(request.wanted)[:KEYS_PER_MESSAGE_MAX]
         request.wanted.clear()
         wait_ms = session.limits.lookup_wait_ms_max
@@ -306,7 +304,7 @@ class KVLakeTier(SecondaryTierManager):
         self._reads[lookup_id] = _Read(request_id, keys, deadline, session)
 
     def _reads_ended(self) -> None:
-        """Forget reads that nobody will answer any more; what they did not bring is missed."""
+        """End reads past their deadline or of another session."""
         now, session = self._clock(), self.client.session
         for lookup_id, read in list(self._reads.items()):
             if now >= read.deadline or read.session is not session:
@@ -329,7 +327,7 @@ class KVLakeTier(SecondaryTierManager):
     # --- transfers -----------------------------------------------------------------------------
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        """Carry chunks to the sidecar, but for those that it has."""
+        """Carry chunks to the sidecar that it does not have."""
         context = job_metadata.req_context
         request = self._requests.get(context.req_id)
         names = self._begin(job_metadata, request)
@@ -347,9 +345,9 @@ class KVLakeTier(SecondaryTierManager):
                 for (own, key), chunk_id, there in found
                 if not there
             ]
-            # A chain's head first: what is cut off is its end.
+            # The head of a chain first: if time runs out, its end is missing.
             rows.sort(key=lambda row: context.get_offload_key_position(names[row.key]) or 0)
-        self._bounce.begin(
+        self._staging.begin(
             job_metadata.job_id, rows, is_load=False, seconds_max=self._seconds(store=True)
         )
 
@@ -363,7 +361,7 @@ class KVLakeTier(SecondaryTierManager):
             StagedRow(own, int(chunk_id))
             for own, chunk_id in zip(names, job_metadata.chunk_ids, strict=True)
         ]
-        self._bounce.begin(
+        self._staging.begin(
             job_metadata.job_id, rows, is_load=True, seconds_max=self._seconds(store=False)
         )
 
@@ -386,11 +384,11 @@ class KVLakeTier(SecondaryTierManager):
         return (limits.store_deadline_ms_max if store else limits.load_deadline_ms_max) / 1000
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Take what the sidecar answered, and go on."""
+        """Take the sidecar's answers, and continue transfers."""
         self._poll()
-        self._bounce.pump(self.client.session)
+        self._staging.pump(self.client.session)
         results: list[JobResult] = []
-        for batch in self._bounce.finished():
+        for batch in self._staging.finished():
             job = self._jobs.pop(batch.batch_id)
             request = self._requests.get(job.request_id)
             if batch.is_load and request is not None:
@@ -409,7 +407,7 @@ class KVLakeTier(SecondaryTierManager):
         return results
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """Send what this step asked for."""
+        """Send the lookups and jobs of this step."""
         self._offloaded.step(context)
         session = self.client.session
         for request_id in (*context.new_req_ids, *context.preempted_req_ids):
@@ -425,14 +423,14 @@ class KVLakeTier(SecondaryTierManager):
                 request.wanted.clear()
             else:
                 self._ask(request_id, request, session)
-        self._bounce.pump(session)
+        self._staging.pump(session)
 
     def has_pending_work(self) -> bool:
         """Whether an answer is awaited."""
         return bool(self._reads)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Give back what was read for it."""
+        """Release what was read for it."""
         self._offloaded.finished(req_context.req_id)
         request = self._requests.pop(req_context.req_id, None)
         session = self.client.session
@@ -445,13 +443,12 @@ class KVLakeTier(SecondaryTierManager):
             self.client.send(session, Release(session.epoch, [], lookups))
 
     def drain_jobs(self) -> None:
-        """End all jobs; vLLM resets its cache, and nothing from before is found here either.
+        """End all jobs, because vLLM resets its cache; nothing from before is found here either.
 
-        Waits for a copy in this process at most. Requests that run on compute with what they have
-        of before, so they are not served or stored from now on. Nor is what was looked up: vLLM may
-        be loading that.
+        Waits at most for a copy in this process. Requests with KV from before, or that vLLM may be
+        loading, are neither served nor stored from now on.
         """
-        self._bounce.drain()
+        self._staging.drain()
         self.names.forget()
         self.events.forget()
         self._reads.clear()
@@ -462,12 +459,12 @@ class KVLakeTier(SecondaryTierManager):
     # --- the rest ------------------------------------------------------------------------------
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """What the sidecar's tiers gained and lost of the chunks that vLLM has named here."""
+        """What the sidecar's tiers gained and lost of chunks whose names are known here."""
         return self.events.take(self._tiers.take())
 
     def shutdown(self) -> None:
         """Detach."""
-        self._bounce.close()
+        self._staging.close()
         self.client.close()
 
     def _poll(self) -> None:

@@ -23,7 +23,7 @@ from tests.connector.content import content_of, first_read, next_token, recur
 from tests.connector.engine import Engine
 from tests.connector.rank import Rank
 from tests.connector.test_simulation import Life
-from tests.connector.test_speculation import DRAFTS, NGRAM, write_drafter
+from tests.connector.test_speculative import DRAFTS, NGRAM, write_drafter
 
 pytestmark = pytest.mark.promise("async-scheduling")
 

@@ -37,7 +37,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from connector import plugin
-from connector.identity.eligibility import SLEEP_IS_TOLD, unsupported_reason
+from connector.identity.eligibility import SINCE_VLLM_0_33, unsupported_reason
 from connector.metrics import KVLakeStats
 from connector.plan import Load, StepPlan, StepReport, Store
 from connector.scheduler.stats import Stats
@@ -322,7 +322,7 @@ class TestGpu:
         layout = MultiConnector.get_required_kvcache_layout(config)
         assert layout == KVCacheLayout.LBHNC.name
 
-    @pytest.mark.skipif(SLEEP_IS_TOLD, reason="vLLM 0.33 or later")
+    @pytest.mark.skipif(SINCE_VLLM_0_33, reason="vLLM 0.33 or later")
     def test_an_engine_that_may_sleep_is_not_served_before_vllm_tells_of_it(self) -> None:
         config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))
         assert "vLLM 0.33" in unsupported_reason(config, None)
@@ -330,7 +330,7 @@ class TestGpu:
     def test_an_engine_that_may_sleep_is_served_where_vllm_tells_of_it(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        places.patch(monkeypatch, "SLEEP_IS_TOLD", True)
+        places.patch(monkeypatch, "SINCE_VLLM_0_33", True)
         config = SimpleNamespace(
             model_config=SimpleNamespace(
                 enable_sleep_mode=True, pooler_config=None, is_diffusion=False

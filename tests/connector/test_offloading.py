@@ -48,7 +48,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from vllm.v1.engine.core import EngineCore
 
-from connector.identity.eligibility import rows_refusal
+from connector.identity.eligibility import host_tier_rows_unsupported_reason
 from connector.offloading.spec import (
     KVLakeOffloadingSpec,
     NoCopies,
@@ -514,7 +514,7 @@ def test_stages_of_different_numbers_of_layers(
 @pytest.mark.promise("offloading-stages")
 def test_which_stages_are_alike(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refusal(num_groups: int = 1, **configured: Any) -> str:
-        return rows_refusal(vllm_config(model, **configured), num_groups)
+        return host_tier_rows_unsupported_reason(vllm_config(model, **configured), num_groups)
 
     assert refusal() == refusal(3) == refusal(stages=2) == ""
     assert "2 groups" in refusal(2, stages=2)
@@ -643,7 +643,7 @@ class TestNotes:
         name = secrets.token_hex(8)
         os.mkfifo(note_path(name))
         try:
-            assert "somebody else's" in take_note(name)["refusal"]
+            assert "is no file; remove it" in take_note(name)["refusal"]
         finally:
             note_path(name).unlink()
 

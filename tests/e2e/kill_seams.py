@@ -87,7 +87,7 @@ OFFLOADING: Final = Seam(
     chunks=PROMPT_TOKENS // HeldEngine.chunk_tokens,
     whole_tokens=640,
     core_has=(Role.SCHEDULER, Role.WORKER),
-    memory="kvlake-bounce",
+    memory="kvlake-staging",
     shares_blocks=False,
     # Each chunk is one.
     copy_threads=16,

@@ -31,8 +31,12 @@ from vllm.v1.kv_cache_interface import (
 
 from connector.client import Attempt, Client
 from connector.export import ExportedMemory, ExportRefused
-from connector.identity.eligibility import SLEEP_IS_TOLD, chunks_refusal, prefix_refusal
-from connector.identity.nodes import nodes_refusal
+from connector.identity.eligibility import (
+    SINCE_VLLM_0_33,
+    host_tier_chunks_unsupported_reason,
+    nodes_unsupported_reason,
+    prefix_unsupported_reason,
+)
 from connector.identity.parallelism import Place
 from connector.vllm import KVLakeConnector
 from connector.worker import SleepMode
@@ -140,13 +144,13 @@ class TestRefused:
         config = vllm_config(model)
         change(config, None)
         monkeypatch.setenv("VLLM_RAY_BUNDLE_INDICES", "1")
-        assert not nodes_refusal(config)
+        assert not nodes_unsupported_reason(config)
         monkeypatch.delenv("VLLM_RAY_BUNDLE_INDICES")
         table["bundles_to_node_id"][1] = "here"  # type: ignore[index]
-        assert not nodes_refusal(config)
+        assert not nodes_unsupported_reason(config)
 
     @pytest.mark.promise("refuse-sleep")
-    @pytest.mark.skipif(SLEEP_IS_TOLD, reason="before vLLM 0.33")
+    @pytest.mark.skipif(SINCE_VLLM_0_33, reason="before vLLM 0.33")
     def test_sleep_mode(self, model: Path, caplog: pytest.LogCaptureFixture) -> None:
         def change(config: Any, _: Any) -> None:
             config.model_config.enable_sleep_mode = True
@@ -169,7 +173,7 @@ class TestPrefixes:
     @pytest.mark.promise("refuse-prefixless")
     def test_what_was_generated_is_read_through_a_window(self, model: Path) -> None:
         spec = spec_of(RSWASpec, rswa_window=64)
-        assert "R-SWA" in prefix_refusal(vllm_config(model), [spec])
+        assert "R-SWA" in prefix_unsupported_reason(vllm_config(model), [spec])
 
     @pytest.mark.promise("refuse-prefixless")
     def test_machines_whose_attention_cannot(
@@ -177,11 +181,11 @@ class TestPrefixes:
     ) -> None:
         config = vllm_config(model)
         config.scheduler_config.enable_chunked_prefill = False
-        assert not prefix_refusal(config, [spec_of()])
-        assert "MLA" in prefix_refusal(config, [spec_of(MLAAttentionSpec)])
+        assert not prefix_unsupported_reason(config, [spec_of()])
+        assert "MLA" in prefix_unsupported_reason(config, [spec_of(MLAAttentionSpec)])
         found = "vllm.platforms.current_platform.get_cpu_architecture"
         monkeypatch.setattr(found, lambda: CpuArchEnum.RISCV)
-        assert "RISC-V" in prefix_refusal(config, [spec_of()])
+        assert "RISC-V" in prefix_unsupported_reason(config, [spec_of()])
 
     @pytest.mark.promise("refuse-pooling")
     @pytest.mark.parametrize(
@@ -192,7 +196,7 @@ class TestPrefixes:
         """Its forward pass raises where a part was not computed, and with it the engine ends."""
         config = vllm_config(model)
         config.model_config.pooler_config = PoolerConfig(pooling_type=pooling)
-        assert (pooling in prefix_refusal(config, [spec_of()])) != cached
+        assert (pooling in prefix_unsupported_reason(config, [spec_of()])) != cached
 
     @pytest.mark.promise("refuse-diffusion")
     def test_diffusion(self, model: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -232,9 +236,9 @@ class TestPrefixes:
         if backend is not None:
             kinds: Any = AttentionBackendEnum
             config.attention_config.backend = kinds[backend]
-        assert not prefix_refusal(config, [spec_of()])
+        assert not prefix_unsupported_reason(config, [spec_of()])
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-        assert ("VLLM_BATCH_INVARIANT" in prefix_refusal(config, [spec_of()])) != cached
+        assert ("VLLM_BATCH_INVARIANT" in prefix_unsupported_reason(config, [spec_of()])) != cached
 
 
 class TestRanksThatAreNotServed:
@@ -448,7 +452,7 @@ class TestRanksThatAreNotServed:
 
 
 @pytest.mark.promise("offloading-windows")
-@pytest.mark.skipif(SLEEP_IS_TOLD, reason="before vLLM 0.33")
+@pytest.mark.skipif(SINCE_VLLM_0_33, reason="before vLLM 0.33")
 def test_chunks_of_several_blocks_that_windows_leave_in_part(model: Path) -> None:
     config, full = vllm_config(model), spec_of()
     window = spec_of(SlidingWindowSpec, sliding_window=64)
@@ -461,9 +465,9 @@ def test_chunks_of_several_blocks_that_windows_leave_in_part(model: Path) -> Non
         ([full, local], 2, True),
         ([full, local], 3, False),
     ):
-        reason = chunks_refusal(config, specs, blocks)
+        reason = host_tier_chunks_unsupported_reason(config, specs, blocks)
         assert ("leave out block_size" in reason) != sound
     # Then vLLM keeps all layers as it keeps full attention.
     config.scheduler_config.disable_hybrid_kv_cache_manager = True
-    assert not chunks_refusal(config, [full, window], 2)
-    assert chunks_refusal(config, [window], 2)
+    assert not host_tier_chunks_unsupported_reason(config, [full, window], 2)
+    assert host_tier_chunks_unsupported_reason(config, [window], 2)
