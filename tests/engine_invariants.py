@@ -18,22 +18,23 @@ if TYPE_CHECKING:
 
 def _check_shares(engine: Engine) -> None:
     """The shares hold exactly what waits, and no more than they may."""
-    held: dict[str, Counter[int]] = {name: Counter() for name in engine.bounds.shares}
-    for session_id, cost, storing in engine.jobs.held():
-        held["memory_bytes"][session_id] += cost
+    held: dict[str, Counter[int]] = {name: Counter() for name in engine.shares.shares}
+    for copy in engine.jobs.running():
+        session_id = copy.job.session.session_id
+        held["memory_bytes"][session_id] += copy.cost
         held["copies"][session_id] += 1
-        held["storing_bytes"][session_id] += storing
+        held["storing_bytes"][session_id] += copy.storing
     for lookup in engine.lookups:
         held["memory_bytes"][lookup.session_id] += lookup.cost
         held["lookups"][lookup.session_id] += 1
     for lease in engine.leases:
         held["memory_bytes"][lease.session_id] += lease.cost
         held["leases"][lease.session_id] += 1
-    for kept in engine.kept:
+    for kept in engine.request_pins:
         held["memory_bytes"][kept.session_id] += kept.cost
         held["kept_bytes"][kept.session_id] += kept.size_bytes
     held["pinned_bytes"].update(engine.pins.held_bytes())
-    for name, share in engine.bounds.shares.items():
+    for name, share in engine.shares.shares.items():
         assert dict(share.by_session) == dict(+held[name]), f"{name} is miscounted"
         assert share.used == sum(share.by_session.values()) <= share.limit, name
 
@@ -50,12 +51,12 @@ def check(engine: Engine) -> None:
     charged: Counter[bytes] = Counter()
     for segment in everything:
         if segment.slot >= 0:
-            charged[segment.chunk.tenant] += engine.host.slot_bytes(segment)
+            charged[segment.chunk.tenant] += segment.slot_bytes
     for account in engine.tenants:
         assert account.host_bytes == charged.pop(account.tenant, 0), "a tenant is mischarged"
     assert not charged, "slots of a tenant without an account"
     _check_shares(engine)
-    running = Counter(engine.jobs.running())
+    running = Counter(copy.segment for copy in engine.jobs.running())
     running.update(engine.writes.running())
     running.update(engine.reads.running())
     known = set(everything)
@@ -66,16 +67,16 @@ def check(engine: Engine) -> None:
     pins: Counter[Chunk] = Counter()
     for owner in (*engine.leases, *engine.lookups):
         pins.update(owner.chunks)
-    kept = Counter(one.chunk for one in engine.kept)
+    kept = Counter(one.chunk for one in engine.request_pins)
     pins.update(kept)
     assert pins == engine.pins.counts(), "a pin of no lease and no lookup, or one that is lost"
-    engine.reads.check()
+    engine.reads.queue.check()
     engine.lookups.check()
     for chunk in {*chunks, *pins}:
         assert chunk.pins == pins[chunk], "a pin without an owner, or an owner without a pin"
-        assert chunk.kept == kept[chunk], "kept for nobody, or not at all"
+        assert chunk.request_pins == kept[chunk], "kept for nobody, or not at all"
     for chunk in chunks:
-        assert chunk.pins or not chunk.vacant, "an empty chunk was left behind"
+        assert chunk.pins or not chunk.empty, "an empty chunk was left behind"
         hosted = sum(segment.state is SegmentState.HOST for segment in chunk.segments)
         assert hosted == chunk.hosted, "HOST segments are miscounted"
     for realm in engine.directory.realms.values():
@@ -83,6 +84,6 @@ def check(engine: Engine) -> None:
         assert sum(in_host for in_host, _ in flags) == realm.hosted_chunks
         in_store = sum(
             realm.segment_sources.obtainable(mask) == realm.full_mask
-            for mask in realm.stored.masks()
+            for _, mask in realm.stored.names()
         )
         assert in_store * realm.readable == realm.stored_chunks

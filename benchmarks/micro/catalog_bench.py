@@ -146,7 +146,7 @@ def _lookups(directory: Path, small: Reading, large: Reading, chunks: int) -> Re
             started = time.thread_time()
             found = int(readers[count].lookup(tags).astype(bool).sum())
             between = time.thread_time()
-            held = sum(map(bool, map(one.directory.stored.get, asked)))
+            held = sum(map(bool, map(one.directory.stored.mask, asked)))
             ended = time.thread_time()
             if (found, held) != (KEYS, KEYS):
                 raise RuntimeError(f"{found} and {held} of {KEYS} chunks were found")

@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.micro.directory_bench import LIMITS, NoSlots
 from sidecar.catalog.service import Catalogs
 from sidecar.catalog.sync import StoreWatch
-from sidecar.core.commands import IndexOffer, IndexSet, SessionOpened
+from sidecar.core.commands import IndexOffer, IndexSet, OpenedGroup, SessionOpened
 from sidecar.core.engine import Engine
 from sidecar.data.index_writer import IndexUpdater
 from sidecar.protocol import PROTOCOL_VERSION, Attach, Role
@@ -164,7 +164,10 @@ class Reading:
         self.world = world
         self.engine = Engine(NoSlots(), make("lru"), LIMITS, epoch=1)
         self.engine.handle(
-            SessionOpened(1, Role.SCHEDULER, "engine", 0, 1, world.realm.realm_id, False, None), 0.0
+            SessionOpened(
+                1, Role.SCHEDULER, "engine", 0, 1, (OpenedGroup(world.realm.realm_id, None),)
+            ),
+            0.0,
         )
         self.directory = self.engine.directory.realms[world.realm.realm_id]
         self._tasks = anyio.create_task_group()

@@ -17,10 +17,10 @@ import tracemalloc
 from typing import TYPE_CHECKING
 
 from sidecar.core.breaker import BreakerRules
-from sidecar.core.commands import IndexOffer, Listed, SessionOpened
+from sidecar.core.commands import IndexOffer, Listed, OpenedGroup, SessionOpened
 from sidecar.core.directory import Cause, Directory
 from sidecar.core.engine import Engine, EngineLimits
-from sidecar.core.listed_rows import ListedRow, listed_rows
+from sidecar.core.stored_table import ListedRow, listed_rows
 from sidecar.core.writes import WritePolicy
 from sidecar.protocol import Role
 from tiers.policy import make
@@ -114,7 +114,7 @@ def measure_memory(chunks: int) -> dict[str, float]:
     for _ in range(hosted):
         chunk = directory.open_chunk(realm, generator.randbytes(32))
         directory.move(chunk.segments[0], Cause.GATHER)
-        directory.move(chunk.segments[0], Cause.ARRIVED)
+        directory.move(chunk.segments[0], Cause.FILLED)
         if len(realm.chunks) % 65_536 == 0:
             directory.take_changes()
     directory.take_changes()
@@ -131,7 +131,7 @@ def measure_times(chunks: int, keys: int, rounds: int) -> dict[str, float]:
     generator = random.Random(1)
     present = keys_of(generator, chunks)
     engine = Engine(NoSlots(), make("lru"), LIMITS, epoch=1)
-    engine.handle(SessionOpened(1, Role.SCHEDULER, "engine", 0, 1, 0, False, None), 0.0)
+    engine.handle(SessionOpened(1, Role.SCHEDULER, "engine", 0, 1, (OpenedGroup(0, None),)), 0.0)
     listing = [ListedRow(key, 1, 5, withdrawn=False) for key in present]
     started = time.perf_counter()
     commands = engine.handle(Listed(0, listed_rows(listing)), 0.0)

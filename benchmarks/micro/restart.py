@@ -22,7 +22,7 @@ import numpy as np
 
 from sidecar.config.model import Config
 from sidecar.core.breaker import BreakerRules
-from sidecar.core.commands import Restored, SessionOpened
+from sidecar.core.commands import OpenedGroup, Restored, SessionOpened
 from sidecar.core.engine import Engine, EngineLimits
 from sidecar.core.writes import WritePolicy
 from sidecar.data.host_pool import open_pool
@@ -92,7 +92,7 @@ def adopt(pool: HostPool, restored: tuple[RestoredSlot, ...]) -> int:
     )
     engine = Engine(slots, make("lru"), limits, epoch=1)
     engine.handle(Restored(restored), 0.0)
-    opened = SessionOpened(1, Role.WORKER, "engine", 0, 1, 0, False, LAYOUT, DIGEST)
+    opened = SessionOpened(1, Role.WORKER, "engine", 0, 1, (OpenedGroup(0, LAYOUT, DIGEST),))
     return sum(type(one).__name__ == "IndexSet" for one in engine.handle(opened, 0.0))
 
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from sidecar.catalog.reconcile import Reconciler
 from sidecar.core.commands import CaughtUp, Event, Listed
-from sidecar.core.listed_rows import ListedRows, by_key
+from sidecar.core.stored_table import ListedRows
 from sidecar.logs import fields
 from tiers.catalog.usage import cells_by_tenant, usage_by_tenant
 from tiers.errors import TierError
@@ -293,4 +293,4 @@ def _lines(rows: Rows, masks: Sequence[int]) -> ListedRows:
         rows.keys, tuple(masks), rows.segment_ids, rows.written_at, rows.size_bytes == 0
     )
     named = np.array([bool(mask) for mask in masks], dtype=np.bool_)
-    return by_key(lines if named.all() else lines.take(named[rows.segment_ids]))
+    return (lines if named.all() else lines.take(named[rows.segment_ids])).sorted()

@@ -1,18 +1,16 @@
-"""The circuit breaker: leave a store alone that fails, and find out by itself when it works again.
+"""A circuit breaker: stop using a store that fails, and notice when it works again.
 
-Owns the three states and the pauses of one direction (reads or writes have one each: a folder that
-is full can be read). Does not own requests or the clock; it is told. Pure.
+Owns state and pauses of one direction. Reads and writes have a breaker each: a full folder can
+still be read. Does not own requests or the clock. Pure.
 
-Closed, everything passes. After `failures_max` failures with no success between them it opens, and
-nothing passes for a pause; then one request passes as a trial. A trial that succeeds closes it, one
-that fails opens it again for twice the pause, up to `pause_seconds_max`. Requests that were under
-way when it opened say nothing more about when to open, but any success closes it: whoever answers
-is well.
+While CLOSED, all requests pass. `failures_max` failures in a row open the breaker. While OPEN,
+nothing passes until the pause is over; then one request passes as a TRIAL. If it succeeds, the
+breaker closes; if it fails, the next pause is twice as long, at most `pause_seconds_max`. A request
+that started before the breaker opened can close it but not extend the pause. A missing or damaged
+object is an answer, not a failure of the store.
 
-What is no failure of the store (an object that is missing or damaged) counts as an answer.
-
-Invariants: open, at most one trial runs at a time; a trial that nobody reports on is over after the
-longest pause, so a lost report never leaves the store alone for good.
+Invariants: at most one trial runs at a time; a trial without a result ends after the longest pause,
+so a lost report cannot disable the store for good.
 """
 
 from __future__ import annotations
@@ -28,11 +26,8 @@ class BreakerState(enum.StrEnum):
     """Whether requests pass."""
 
     CLOSED = "closed"
-    """All do."""
     OPEN = "open"
-    """None does until the pause is over."""
     TRIAL = "trial"
-    """One is under way to find out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +37,12 @@ class BreakerRules:
     failures_max: int = 5
     """Failures in a row that open it."""
     pause_seconds: float = 1.0
-    """How long it stays open the first time."""
+    """The first pause."""
     pause_seconds_max: float = 30.0
-    """How long it stays open at most."""
 
 
 class Breaker:
-    """One direction's breaker."""
+    """The breaker of one direction."""
 
     def __init__(self, rules: BreakerRules) -> None:
         self._failures_max = rules.failures_max
@@ -59,34 +53,34 @@ class Breaker:
         self._until = 0.0
         self.state = BreakerState.CLOSED
         self.opened = 0
-        """How often it opened, not counting trials that failed."""
+        """How often it opened, failed trials not counted."""
 
     def passes(self, now: float) -> bool:
-        """Whether a request may be made now."""
+        """Whether a request may start now."""
         return self.state is BreakerState.CLOSED or self._until <= now
 
     def begin(self, now: float) -> None:
-        """A request that `passes` allowed is made; open, it is the trial."""
+        """Note that a request started that `passes` allowed; while open, it is the trial."""
         if self.state is not BreakerState.CLOSED:
             self.state = BreakerState.TRIAL
             self._until = now + self._pause_seconds_max
 
     def succeeded(self) -> None:
-        """The store answered."""
+        """Note that the store answered."""
         self._failures = 0
         self._pause_seconds = self._pause_seconds_first
         self.state = BreakerState.CLOSED
 
     def abandoned(self, now: float) -> None:
-        """A request that was begun was not made after all: another may be the trial."""
+        """Note that a started request was not sent: another one may be the trial."""
         if self.state is BreakerState.TRIAL:
             self.state = BreakerState.OPEN
             self._until = now
 
     def failed(self, now: float) -> None:
-        """The store did not answer, or refused."""
+        """Note that the store did not answer, or refused."""
         if self.state is BreakerState.OPEN:
-            # It was under way when the breaker opened.
+            # The request started before the breaker opened.
             return
         if self.state is BreakerState.TRIAL:
             self._pause_seconds = min(self._pause_seconds * PAUSE_FACTOR, self._pause_seconds_max)

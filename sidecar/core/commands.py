@@ -1,35 +1,34 @@
-"""The engine's vocabulary: events that it is told, commands that it answers with.
+"""Records of the engine: events, commands, counters, and its status.
 
-The engine (`sidecar/core/engine.py`) is a pure function of its state: `handle(event, now) ->
-list[Command]`. The server turns messages into events, the executor turns commands into I/O and
-their endings into events. Nothing here does anything; these are records.
+`Engine.handle(event, now)` returns commands. The dispatcher turns messages into events; the
+executor carries commands out, and turns their results into events. These are only records.
 
-Ids: `session_id` counts attachments in this sidecar's life, `realm_id` counts (namespace,
-topology) pairs, `copy_id`, `write_id` and `read_id` count commands. A slot is named by its byte
-offset in the pool's mapping. A tenant is named as in the messages (`protocol.tenant_id`).
+Ids: `session_id` counts attachments in this epoch, `realm_id` counts (namespace, parallel layout)
+pairs, `copy_id`, `write_id` and `read_id` count commands. A slot is named by its byte offset in the
+pool's mapping. A tenant is named as in the messages (`protocol.tenant_id`).
 """
 
 from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sidecar.core.listed_rows import Keys, ListedRows
-    from sidecar.protocol import Lookup, Pin, Role, ServerMessage, Submit
-    from tiers.kv.layout import ChunkLayout
-    from tiers.kv.layout import Segment as LayoutSegment
+    from sidecar.core.stored_table import Keys, ListedRows
+    from sidecar.core.tenants import TenantSnapshot
+    from sidecar.protocol import ClientMessage, Role, ServerMessage
+    from tiers.kv.layout import ChunkLayout, Segment
 
 # --- events ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedGroup:
-    """One KV cache group of a client; for a worker, `layout` is its rank's chunk geometry."""
+    """One KV cache group of a client; `layout` is the chunk geometry of a worker's rank."""
 
     realm_id: int
     layout: ChunkLayout | None
@@ -39,29 +38,27 @@ class OpenedGroup:
 
 @dataclass(frozen=True, slots=True)
 class SessionOpened:
-    """A client attached. Realm, layout and namespace are of its first KV cache group."""
+    """A client attached."""
 
     session_id: int
     role: Role
     engine_id: str
     rank: int
     world_size: int
-    realm_id: int
-    want_events: bool
-    layout: ChunkLayout | None
-    namespace: bytes = b""
-    others: tuple[OpenedGroup, ...] = ()
+    groups: tuple[OpenedGroup, ...]
+    """In the order of their numbers."""
+    want_events: bool = False
     replicas: int = 1
-    """Ranks in a row that hold the same segment. The engine knows their chunks by segment."""
+    """Consecutive ranks that hold the same segment."""
 
     @property
-    def groups(self) -> tuple[OpenedGroup, ...]:
-        """All of its groups, in the order of their numbers."""
-        return (OpenedGroup(self.realm_id, self.layout, self.namespace), *self.others)
+    def realm_id(self) -> int:
+        """The realm of the first group."""
+        return self.groups[0].realm_id
 
     @property
     def segment_number(self) -> int:
-        """Which of a chunk's segments this worker holds: its rank in the realm."""
+        """Which segment of a chunk this worker holds: its rank in the realm."""
         return self.rank // self.replicas
 
     @property
@@ -70,19 +67,19 @@ class SessionOpened:
         return self.world_size // self.replicas
 
     def stores(self, key: bytes) -> bool:
-        """Whether this worker, of those that hold the same segment, is the one to store it."""
+        """Whether this worker, of those with the same segment, is the one that stores it."""
         number = int.from_bytes(key[:4], "little")
         return number % self.replicas == self.rank % self.replicas
 
 
 @dataclass(frozen=True, slots=True)
 class RestoredSlot:
-    """A slot that was sealed before this life. `sealed` and `used` only say what came first."""
+    """A slot that an earlier run sealed. `sealed` and `used` are only good for sorting."""
 
     slot: int
     namespace: bytes
     geometry: ChunkLayout
-    """The layout that it was stored with, less its chunk size (`ChunkLayout.geometry`)."""
+    """Its layout without the chunk size (`ChunkLayout.geometry`)."""
     num_blocks: int
     key: bytes
     parent: bytes
@@ -90,87 +87,47 @@ class RestoredSlot:
     sealed: int
     used: int
     expires_at: float = math.inf
-    """On the engine's clock, when its chunk is to be forgotten."""
+    """On the engine's clock."""
     stays: bool = False
-    """Its chunk is not for the object store."""
+    """Its chunk is not written to the store."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What host memory held when the sidecar started; before every other event."""
+    """What host memory held at the start; before any other event."""
 
     slots: tuple[RestoredSlot, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SessionClosed:
-    """End of file on the client's Unix socket. Copies that run for it go on to their end."""
+    """The client's Unix socket was closed. Its running copies go on to their end."""
 
     session_id: int
 
 
 @dataclass(frozen=True, slots=True)
-class Submitted:
-    """A worker's jobs of one step."""
+class Received:
+    """A valid message of a client."""
 
     session_id: int
-    message: Submit
-
-
-@dataclass(frozen=True, slots=True)
-class LookedUp:
-    """A scheduler asks for chunks that only the store holds."""
-
-    session_id: int
-    message: Lookup
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseTaken:
-    """A scheduler pins chunks until load job `lease_id` of every rank has ended."""
-
-    session_id: int
-    lease_id: int
-    keys: tuple[bytes, ...]
-    tenant: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
-class Released:
-    """A scheduler gives leases and lookups back, and with `pins` all that it pinned.
-
-    With `heard`, it has taken so many messages of events, and listens for more.
-    """
-
-    session_id: int
-    lease_ids: tuple[int, ...]
-    lookup_ids: tuple[int, ...]
-    pins: bool = False
-    heard: int = -1
-
-
-@dataclass(frozen=True, slots=True)
-class PinAsked:
-    """A scheduler wants chunks to stay in host memory for a while."""
-
-    session_id: int
-    message: Pin
+    message: ClientMessage
 
 
 class CopyOutcome(enum.Enum):
-    """How one gather or scatter ended."""
+    """How a gather or scatter ended. The names are those of `protocol.Outcome`."""
 
     OK = "ok"
     CORRUPT = "corrupt"
     REVOKED = "revoked"
     EXPIRED = "expired"
-    """It had not started by the job's deadline, and nothing was touched."""
+    """It had not started by its deadline."""
     FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """A `Gather` or `Scatter` ended; its slot and blocks are no longer touched."""
+    """A `Gather` or `Scatter` ended; its slot and blocks are not used any more."""
 
     copy_id: int
     outcome: CopyOutcome
@@ -178,13 +135,13 @@ class Copied:
 
 
 class StoreOutcome(enum.Enum):
-    """How one read from, or write to, the object store ended."""
+    """How a read or write of the object store ended."""
 
     OK = "ok"
     MISSING = "missing"
     CORRUPT = "corrupt"
     UNREADABLE = "unreadable"
-    """Somebody else's object that cannot be used here, and that need not be damaged."""
+    """An object of another writer that cannot be used here, and need not be damaged."""
     EXPIRED = "expired"
     """Not done within `store.deadline_seconds_max`."""
     UNAVAILABLE = "unavailable"
@@ -192,7 +149,7 @@ class StoreOutcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A `Write` ended; its slot is no longer read."""
+    """A `Write` ended; its slot is not read any more."""
 
     write_id: int
     outcome: StoreOutcome
@@ -203,7 +160,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class ReadDone:
-    """A `Read` ended. OK means: verified, in the slot, with `num_blocks` blocks."""
+    """A `Read` ended. OK: verified, in the slot, with `num_blocks` blocks."""
 
     read_id: int
     outcome: StoreOutcome
@@ -211,33 +168,33 @@ class ReadDone:
     parent: bytes = b""
     num_bytes: int = 0
     failed: int = -1
-    """The bit of the source that the outcome is about; -1: the rank's own segment."""
+    """The bit of the source that failed; -1: the rank's own segment."""
     garbled: bool = False
-    """It arrived damaged, and otherwise the second time: a fault of this node or the way to it."""
+    """Damaged, and different when read again: a fault of this node or its network."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """Lines of the catalog that are new to one realm; any of them may come again."""
+    """Rows of the catalog that are new to one realm; a row may be repeated."""
 
     realm_id: int
     rows: ListedRows
-    foreign: Sequence[LayoutSegment] = ()
-    """Segments of other cuts, by bit from the world size on."""
+    foreign: Sequence[Segment] = ()
+    """Segments of other parallel layouts, by bit from the world size on."""
 
 
 @dataclass(frozen=True, slots=True)
 class CaughtUp:
-    """All that a realm's catalog held when the sidecar began to read it was `Listed`."""
+    """Everything that a realm's catalog held at the start was `Listed`."""
 
     realm_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class ForgetRealms:
-    """No session is of these realms: give up some of their chunks or, with the last, all of them.
+    """Evict some chunks of these realms, which no session uses; without chunks, forget them.
 
-    Come again until they are gone; passed over while anything runs or is pinned in one of them.
+    Repeated until they are gone. Does nothing while work runs, or something is pinned, in one.
     """
 
     realm_ids: tuple[int, ...]
@@ -245,28 +202,24 @@ class ForgetRealms:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed: leases and lookups past their deadline end."""
+    """Time passed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Others had a turn: go on with what `Resume` put off."""
+    """The answer to `Resume`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draining:
-    """The sidecar stops: no new store or lookup is accepted, pending writes are issued."""
+    """The sidecar stops: refuse new stores and lookups, and write what is queued."""
 
 
 Event = (
     Restored
     | SessionOpened
     | SessionClosed
-    | Submitted
-    | LookedUp
-    | LeaseTaken
-    | PinAsked
-    | Released
+    | Received
     | Copied
     | Written
     | ReadDone
@@ -282,8 +235,8 @@ Event = (
 
 
 @dataclass(frozen=True, slots=True)
-class Gather:
-    """Copy a worker's blocks into a slot, checksum and seal it; answered by `Copied`."""
+class BlockCopy:
+    """A copy between a slot and blocks of a worker; answered by `Copied`."""
 
     copy_id: int
     session_id: int
@@ -293,33 +246,33 @@ class Gather:
     rank: int
     slot: int
     key: bytes
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gather(BlockCopy):
+    """Copy blocks into a slot, checksum and seal it."""
+
     parent: bytes
     token_ids: bytes
-    block_ids: tuple[int, ...]
     tenant: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
-class Scatter:
-    """Copy part of a slot of `num_blocks` blocks out, and `verify` all; answered by `Copied`."""
+class Scatter(BlockCopy):
+    """Copy blocks of a slot of `num_blocks` to the worker, from `first_block` on.
 
-    copy_id: int
-    session_id: int
-    job_id: int
-    fence: int
-    realm_id: int
-    rank: int
-    slot: int
-    key: bytes
+    With `verify`, the whole slot is compared with its checksum.
+    """
+
     num_blocks: int
     first_block: int
-    block_ids: tuple[int, ...]
     verify: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Send a sealed slot to the object store; answered by `Written`.
+    """Write a sealed slot to the object store; answered by `Written`.
 
     With `verify` it is compared with its checksum first. Readers always compare.
     """
@@ -333,15 +286,15 @@ class Write:
     tenant: bytes = b""
     parent: bytes = bytes(32)
     written_after: int = 0
-    """The catalog has to say that it was written later than this: when it was withdrawn."""
+    """The time in the catalog has to be later than this, when it was withdrawn."""
     verify: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Bring one segment from the object store into a slot and verify it; answered by `ReadDone`.
+    """Read one segment from the object store into a slot, and verify it; answered by `ReadDone`.
 
-    `sources` are bits of the segments to make it from: the rank's own, or others that cover it.
+    `sources` are the bits of the segments to make it from: the rank's own, or others.
     """
 
     read_id: int
@@ -355,11 +308,11 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """Move a corrupt object aside so that nobody reads it again. Best effort, not answered."""
+    """Move a corrupt object aside, so that nobody reads it again. Best effort, not answered."""
 
     realm_id: int
     bit: int
-    """Rank, or a segment of another cut."""
+    """A rank, or a segment of another parallel layout."""
     key: bytes
 
 
@@ -369,20 +322,20 @@ class Withdraw:
 
     realm_id: int
     bit: int
-    """Rank, or a segment of another cut."""
+    """A rank, or a segment of another parallel layout."""
     key: bytes
     written_at: int
-    """What the catalog said of it; a later writing holds."""
+    """As the catalog says; a later write stays valid."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """There is more to do than one turn of the event loop should; answered by `Resumed`."""
+    """Call again in the next turn of the event loop; answered by `Resumed`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Send a message to one session; dropped where the session is gone."""
+    """Send a message to a session; dropped if it is closed."""
 
     session_id: int
     message: ServerMessage
@@ -390,7 +343,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class IndexSet:
-    """What the shared index shall say of a chunk. Neither flag: remove it."""
+    """Set the entry of a chunk in the shared index. Neither flag: remove it."""
 
     realm_id: int
     key: bytes
@@ -400,7 +353,7 @@ class IndexSet:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IndexOffer:
-    """The shared index shall say of these chunks that the store holds them, and the host not."""
+    """Set the entries of chunks that are in the store and not in host memory."""
 
     realm_id: int
     keys: Keys
@@ -411,12 +364,74 @@ Command = (
     Gather | Scatter | Write | Read | Quarantine | Withdraw | Resume | Reply | IndexSet | IndexOffer
 )
 
+# --- status ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PendingWork:
+    """Work that has not ended; a drain waits until all of it is zero."""
+
+    copies_running: int
+    writes_running: int
+    writes_pending: int
+    reads_running: int
+    reads_queued: int
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is none."""
+        return not (
+            self.copies_running
+            or self.writes_running
+            or self.writes_pending
+            or self.reads_running
+            or self.reads_queued
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RealmSnapshot:
+    """The status of one realm."""
+
+    realm_id: int
+    sessions: int
+    chunks_in_host: int
+    chunks_in_store: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """The status of the engine."""
+
+    chunks_in_host: int
+    chunks_in_store: int
+    slots_unclaimed: int
+    unclaimed_bytes: int
+    leases: int
+    lookups: int
+    write_queue_bytes: int
+    pending: PendingWork
+    draining: bool
+    realms: tuple[RealmSnapshot, ...]
+    tenants: tuple[TenantSnapshot, ...]
+
+
+class ForgettingCost(NamedTuple):
+    """What is lost with some realms; those with the lowest cost are forgotten first."""
+
+    unwritten: bool
+    """A chunk is queued to be written: nobody else would have it."""
+    host_bytes: int
+    """Size of the slots of their chunks, at most."""
+    listed: bool
+    """The catalog named chunks: it is read again when an engine returns."""
+
 
 @dataclass(slots=True)
 class Counters:
-    """What the engine counted since it started; the metrics read it. Never decreases.
+    """Counters of the engine, for the metrics. They never decrease.
 
-    What each field counts is said in `observe/metric_table.py`, in the words that Prometheus shows.
+    `observe/metric_table.py` says what each of them counts.
     """
 
     chunks_stored: int = 0
@@ -473,4 +488,4 @@ class Counters:
     slots_unclaimed_dropped: int = 0
     quarantined_host: int = 0
     quarantined_store: int = 0
-    stale_messages: int = field(default=0)
+    stale_messages: int = 0

@@ -1,16 +1,15 @@
-"""Where each chunk is: per rank a host segment with its slot, per rank a bit for the store.
+"""Where each chunk is: in host memory, a slot per rank; in the store, a bit per rank.
 
-Owns the realms (one namespace cut one way over `world_size` ranks), their chunks, the transition
-table of a segment, and the list of chunks whose public flags changed. It does not own slots (it
-only notes their numbers), nor who pins a chunk (it only counts), nor the order of eviction.
+Owns the realms (one namespace in one parallel layout), their chunks, the transition table of a
+segment, and the list of chunks whose public flags changed. Does not own slots (it only notes their
+offsets), pins (it only counts them), or the order of eviction.
 
-A chunk that only the store holds is one entry of a table (`stored_table.py`): there may be millions
-of them. A `Chunk` object exists while something of it is in, on its way to, or pinned for, the host
-tier.
+A chunk that only the store holds is one entry of a table (`stored_table.py`); there may be millions
+of them. A `Chunk` exists while some of it is in host memory, on its way there, or pinned.
 
-Invariants: a segment's state changes only through `Directory.move`, along `TRANSITIONS`; a
-segment has a slot exactly when it is not ABSENT; a detached chunk (corrupt, removed from the
-directory) has only ABSENT and ZOMBIE segments; pins are a count beside the states, never a state.
+Invariants: a segment changes state only in `Directory.move`, along `TRANSITIONS`; it has a slot
+unless it is ABSENT; a detached chunk (corrupt or expired) has only ABSENT and ZOMBIE segments; pins
+are a count beside the states, never a state.
 """
 
 from __future__ import annotations
@@ -18,51 +17,56 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from sidecar.core.stored_table import SegmentSources, StoredChunks, distinct, widened
+from sidecar.core.stored_table import StoredChunks, distinct, widened
+from sidecar.protocol import Role
+from tiers.kv.reshard import cover
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     import numpy.typing as npt
 
-    from sidecar.core.listed_rows import StoredColumns
-    from sidecar.core.stored_table import Masks
-    from tiers.kv.layout import ChunkLayout
+    from sidecar.core.commands import SessionOpened
+    from sidecar.core.stored_table import Masks, StoredColumns
+    from tiers.kv.layout import ChunkLayout, Segment
 
     Flags = npt.NDArray[np.bool_]
 
-
-STORY_LINES_MAX: Final = 4096
-"""Transitions that are remembered, over all chunks, to explain an illegal one."""
+HISTORY_LINES_MAX: Final = 4096
+"""Transitions of all chunks that are remembered, to explain an illegal one."""
+FOREIGN_MAX: Final = 32
+"""Segments of other parallel layouts in a realm: 1, 2, 4, 8 and 16 ranks have 31."""
+ANSWERS_MAX: Final = 4096
 
 ZERO_KEY: Final = bytes(32)
 
 
 class SegmentState(enum.Enum):
-    """What a segment's slot holds."""
+    """What the slot of a segment holds."""
 
     ABSENT = "absent"
-    """No slot."""
+    """There is no slot."""
     STORING = "storing"
-    """A worker's blocks are being copied into the slot."""
+    """Blocks of a worker are being copied into it."""
     READING = "reading"
-    """The store's object is being read into the slot."""
+    """The object is being read into it."""
     HOST = "host"
-    """The slot is sealed and may be copied out."""
+    """It is sealed and can be loaded."""
     ZOMBIE = "zombie"
-    """Nobody may find the slot any more, but a copy, read or write still runs on it."""
+    """Its chunk is detached, but a copy, read or write still runs on it."""
 
 
 class Cause(enum.Enum):
-    """Why a segment changes its state."""
+    """Why a segment changes state."""
 
     GATHER = "gather"
     READ = "read"
-    ARRIVED = "arrived"
+    FILLED = "filled"
     RESTORED = "restored"
     FAILED = "failed"
     EVICTED = "evicted"
@@ -70,23 +74,15 @@ class Cause(enum.Enum):
     ENDED = "ended"
 
 
-class StoreState(enum.Enum):
-    """What the store holds of one rank's segment."""
-
-    ABSENT = "absent"
-    WRITING = "writing"
-    STORED = "stored"
-
-
 _S, _C = SegmentState, Cause
 TRANSITIONS: Final[dict[tuple[SegmentState, Cause], SegmentState]] = {
     (_S.ABSENT, _C.GATHER): _S.STORING,
     (_S.ABSENT, _C.READ): _S.READING,
     (_S.ABSENT, _C.RESTORED): _S.HOST,
-    (_S.STORING, _C.ARRIVED): _S.HOST,
+    (_S.STORING, _C.FILLED): _S.HOST,
     (_S.STORING, _C.FAILED): _S.ABSENT,
     (_S.STORING, _C.DETACHED): _S.ZOMBIE,
-    (_S.READING, _C.ARRIVED): _S.HOST,
+    (_S.READING, _C.FILLED): _S.HOST,
     (_S.READING, _C.FAILED): _S.ABSENT,
     (_S.READING, _C.DETACHED): _S.ZOMBIE,
     (_S.HOST, _C.EVICTED): _S.ABSENT,
@@ -96,75 +92,57 @@ TRANSITIONS: Final[dict[tuple[SegmentState, Cause], SegmentState]] = {
 
 
 class IllegalTransition(Exception):  # a condition, as in h11 and distributed
-    """A bug in the engine: the message ends with what happened to the chunk before."""
+    """A bug in the engine. The message contains the history of the chunk."""
 
 
+@dataclass(slots=True, eq=False)
 class HostSegment:
-    """One rank's part of a chunk in the host tier. `slot` is -1 while there is none."""
+    """The part of a chunk that one rank holds. Compared by identity."""
 
-    __slots__ = (
-        "chunk",
-        "num_blocks",
-        "rank",
-        "running",
-        "slot",
-        "state",
-        "verified",
-        "writing",
-    )
+    chunk: Chunk
+    rank: int
+    state: SegmentState = SegmentState.ABSENT
+    slot: int = -1
+    """-1: none."""
+    num_blocks: int = 0
+    verified: bool = True
+    """Whether this process has verified a HOST segment, and nobody withdrew its object since."""
+    running: int = 0
+    """Copies, reads and writes on the slot; it is not freed before they end."""
+    writing: bool = False
 
-    def __init__(self, chunk: Chunk, rank: int) -> None:
-        self.chunk = chunk
-        self.rank = rank
-        self.state = SegmentState.ABSENT
-        self.slot = -1
-        self.num_blocks = 0
-        self.verified = True
-        """Whether this process has seen all bytes of a HOST segment to be right, and nobody has
-        withdrawn since what was written of them."""
-        self.running = 0
-        """Copies, reads and writes that touch the slot now; it is not freed before they ended."""
-        self.writing = False
+    @property
+    def slot_bytes(self) -> int:
+        """Size of the slot that it has or would get."""
+        return self.chunk.realm.slot_bytes[self.rank]
 
 
+@dataclass(slots=True, eq=False)
 class Chunk:
-    """A chunk with something in, or pinned for, the host tier. Compared by identity."""
+    """A chunk with something in host memory, or pinned. Compared by identity."""
 
-    __slots__ = (
-        "detached",
-        "expires_at",
-        "hosted",
-        "kept",
-        "key",
-        "parent",
-        "pins",
-        "realm",
-        "segments",
-        "stays",
-        "tenant",
-    )
+    realm: Realm
+    key: bytes
+    tenant: bytes
+    """The salt is part of the key, so the tenant of a key never changes."""
+    parent: bytes = ZERO_KEY
+    pins: int = 0
+    request_pins: int = 0
+    """Sessions that asked to keep it. While there are any, it is in no order of eviction."""
+    expires_at: float = math.inf
+    stays: bool = False
+    """It is not written to the store."""
+    hosted: int = 0
+    """Ranks whose segment is HOST."""
+    detached: bool = False
+    segments: list[HostSegment] = field(init=False)
 
-    def __init__(self, realm: Realm, key: bytes, tenant: bytes) -> None:
-        self.realm = realm
-        self.key = key
-        self.tenant = tenant
-        """Whose it is. The salt is in the key, so a key never changes its tenant."""
-        self.parent = ZERO_KEY
-        self.pins = 0
-        self.kept = 0
-        """Sessions that keep it for a while: it stands in no order of eviction meanwhile."""
-        self.expires_at = math.inf
-        """When it is to be forgotten, as whoever stored it said."""
-        self.stays = False
-        """It is not written to the store."""
-        self.hosted = 0
-        """Ranks whose segment is HOST."""
-        self.detached = False
-        self.segments = [HostSegment(self, rank) for rank in range(realm.world_size)]
+    def __post_init__(self) -> None:
+        self.segments = [HostSegment(self, rank) for rank in range(self.realm.world_size)]
 
     @property
     def loadable(self) -> bool:
-        """Whether every rank can load its segment from the host tier."""
+        """Whether every rank can load its segment from host memory."""
         return self.hosted == self.realm.world_size and not self.detached
 
     @property
@@ -173,57 +151,118 @@ class Chunk:
         return any(segment.running for segment in self.segments)
 
     @property
-    def vacant(self) -> bool:
-        """Whether it has no slot at all."""
+    def empty(self) -> bool:
+        """Whether it has no slot."""
         return all(segment.state is SegmentState.ABSENT for segment in self.segments)
 
 
-class Realm:
-    """The chunks of one namespace and topology."""
+class SegmentSources:
+    """What the bits of a realm's masks stand for, and which segments a mask provides.
 
-    __slots__ = (
-        "chunks",
-        "full_mask",
-        "hosted_chunks",
-        "layouts",
-        "readable",
-        "realm_id",
-        "segment_sources",
-        "slot_classes",
-        "stored",
-        "stored_chunks",
-        "world_size",
-    )
+    Bit `r` of a mask below the world size is the segment of rank `r`; a higher bit is a segment of
+    another parallel layout of the model that the catalog named. A rank's own segment is read if the
+    store has it; else it is made from others that cover it.
+
+    Invariants: the meaning of a bit never changes; answers depend on the mask alone, so at most
+    `ANSWERS_MAX` of them are cached.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._own: list[Segment | None] = [None] * world_size
+        self._foreign: list[Segment] = []
+        self._full = (1 << world_size) - 1
+        self._sources: dict[int, tuple[tuple[int, ...], ...]] = {}
+
+    @property
+    def known_mask(self) -> int:
+        """All bits with a meaning."""
+        return (1 << (self.world_size + len(self._foreign))) - 1
+
+    def register(self, rank: int, segment: Segment) -> None:
+        """Set the segment of a rank."""
+        self._own[rank] = segment
+        self._sources.clear()
+
+    def register_foreign(self, segments: Sequence[Segment]) -> None:
+        """Set the segments of other layouts, by bit from `world_size` on; the list only grows."""
+        if len(segments) > len(self._foreign):
+            self._foreign.extend(segments[len(self._foreign) : FOREIGN_MAX])
+            self._sources.clear()
+
+    def obtainable(self, mask: int) -> int:
+        """Ranks whose segment the segments in `mask` provide, as bits."""
+        own = mask & self._full
+        if own == mask or own == self._full:
+            return own
+        return sum(1 << rank for rank, found in enumerate(self._answer(mask)) if found)
+
+    def sources(self, mask: int, rank: int) -> tuple[int, ...]:
+        """Bits of the segments to read for a rank: its own, or others; empty: not possible."""
+        return (rank,) if mask >> rank & 1 else self._answer(mask)[rank]
+
+    def _answer(self, mask: int) -> tuple[tuple[int, ...], ...]:
+        known = self._sources.get(mask)
+        if known is None:
+            if len(self._sources) >= ANSWERS_MAX:
+                self._sources.clear()
+            known = self._sources[mask] = tuple(
+                self._cover(mask, rank) for rank in range(self.world_size)
+            )
+        return known
+
+    def _cover(self, mask: int, rank: int) -> tuple[int, ...]:
+        if mask >> rank & 1:
+            return (rank,)
+        target = self._own[rank]
+        if target is None:
+            return ()
+        bits: dict[Segment, int] = {}
+        for bit, segment in enumerate((*self._own, *self._foreign)):
+            if segment is not None and mask >> bit & 1:
+                bits.setdefault(segment, bit)
+        found = cover(target, bits)
+        return () if found is None else tuple(bits[segment] for segment in found)
+
+
+class Realm:
+    """The chunks of one namespace in one parallel layout."""
 
     def __init__(self, realm_id: int, world_size: int, *, readable: bool) -> None:
         self.realm_id = realm_id
         self.world_size = world_size
-        """Segments of a chunk. Ranks that hold copies of one segment are one rank here."""
+        """Segments of a chunk. Ranks that hold the same segment count as one."""
         self.readable = readable
-        """Whether chunks may be read from the store at all."""
+        """Whether chunks may be read from the store."""
         self.full_mask = (1 << world_size) - 1
         self.segment_sources = SegmentSources(world_size)
         self.layouts: list[ChunkLayout | None] = [None] * world_size
         """Geometry of each rank's segment, once a worker of that rank attached."""
-        self.slot_classes: list[int] = [-1] * world_size
+        self.slot_classes = [-1] * world_size
+        self.slot_bytes = [0] * world_size
         self.chunks: dict[bytes, Chunk] = {}
         self.stored = StoredChunks(world_size)
-        """Which ranks' segments of a chunk are in the store, and since when."""
+        """Segments in the store."""
         self.hosted_chunks = 0
         self.stored_chunks = 0
 
+    @property
+    def chunk_bytes(self) -> int:
+        """Size of the slots of one chunk, of all ranks that are known."""
+        return sum(self.slot_bytes)
+
     def flags(self, key: bytes) -> tuple[bool, bool]:
-        """What the shared index says of `key`: (in_host, in_store)."""
+        """The entry of `key` in the shared index: (in_host, in_store)."""
         chunk = self.chunks.get(key)
         return chunk is not None and chunk.loadable, self.in_store(key)
 
     def in_store(self, key: bytes) -> bool:
-        """Whether every rank's segment of `key` can be read from the store."""
+        """Whether the segments of all ranks can be read from the store."""
         return self.readable and self.obtainable(key) == self.full_mask
 
     def obtainable(self, key: bytes) -> int:
-        """Ranks whose segment the store holds, or holds the parts of, as bits."""
-        mask = self.stored.get(key)
+        """Ranks whose segment can be read or made from the store, as bits."""
+        mask = self.stored.mask(key)
         return self.segment_sources.obtainable(mask) if mask else 0
 
     def stored_names(self) -> Iterator[bytes]:
@@ -233,29 +272,17 @@ class Realm:
                 yield name
 
     def readable_in(self, masks: Masks) -> Flags:
-        """Of which of these masks every rank's segment can be read; shape [n]."""
+        """Which of these masks provide the segments of all ranks; shape [n]."""
         values, places = distinct(masks)
-        whole = [
+        complete = [
             bool(mask) and self.segment_sources.obtainable(mask) == self.full_mask
             for mask in values
         ]
-        return np.array(whole, dtype=np.bool_)[places] & self.readable
-
-    def stored_rank(self, key: bytes, rank: int) -> bool:
-        """Whether the store holds the segment of `rank`."""
-        return bool(self.stored.get(key) >> rank & 1)
-
-    def store_state(self, key: bytes, rank: int) -> StoreState:
-        """What the store holds of one segment, as far as this sidecar knows."""
-        if self.stored_rank(key, rank):
-            return StoreState.STORED
-        chunk = self.chunks.get(key)
-        writing = chunk is not None and chunk.segments[rank].writing
-        return StoreState.WRITING if writing else StoreState.ABSENT
+        return np.array(complete, dtype=np.bool_)[places] & self.readable
 
 
 class FlagChange(NamedTuple):
-    """A chunk whose public flags differ from those that were last told."""
+    """A chunk whose public flags changed."""
 
     realm: Realm
     key: bytes
@@ -265,19 +292,43 @@ class FlagChange(NamedTuple):
 
 
 class Directory:
-    """All realms. Changes go through here so that each is legal, told once, and remembered."""
+    """All realms. Every change goes through here: it is legal, recorded, and reported once."""
 
     def __init__(self, *, readable: bool) -> None:
         self.realms: dict[int, Realm] = {}
         self._readable = readable
-        self._story: deque[tuple[int, bytes, int, SegmentState, Cause]] = deque(
-            maxlen=STORY_LINES_MAX
+        self._history: deque[tuple[int, bytes, int, SegmentState, Cause]] = deque(
+            maxlen=HISTORY_LINES_MAX
         )
         # (realm_id, key) -> realm, and flags and chunk before this event.
         self._touched: dict[tuple[int, bytes], tuple[Realm, tuple[bool, bool], Chunk | None]] = {}
 
+    def refusal(self, event: SessionOpened) -> str | None:
+        """Why a session does not fit the realms of its groups; None if it does."""
+        rank, is_worker = event.segment_number, event.role is Role.WORKER
+        for group in event.groups:
+            if is_worker and group.layout is None:
+                return "layout=None: a worker must give its rank's chunk layout"
+            realm = self.realms.get(group.realm_id)
+            if realm is None:
+                continue
+            if realm.world_size != event.num_segments:
+                return (
+                    f"world_size={event.world_size} with replicas={event.replicas} makes chunks of "
+                    f"{event.num_segments} segments, but those of the same topology have "
+                    f"{realm.world_size}; give different cuts different topology names"
+                )
+            known = realm.layouts[rank]
+            if is_worker and known is not None and known != group.layout:
+                return (
+                    f"layout of rank {event.rank} is {group.layout}, but an earlier worker of the "
+                    f"same namespace and topology had {known}; use one kvlake configuration for "
+                    "both"
+                )
+        return None
+
     def open_realm(self, realm_id: int, world_size: int) -> Realm:
-        """The realm, made at its first use."""
+        """The realm, created on first use."""
         realm = self.realms.get(realm_id)
         if realm is None:
             realm = Realm(realm_id, world_size, readable=self._readable)
@@ -285,50 +336,46 @@ class Directory:
         return realm
 
     def forget_realm(self, realm: Realm) -> None:
-        """Forget a realm that has no chunk any more, and what the store holds of it."""
+        """Forget a realm without chunks, and what the store holds of it."""
         assert not realm.chunks, "a chunk would be lost"
         del self.realms[realm.realm_id]
 
     def open_chunk(self, realm: Realm, key: bytes, tenant: bytes = b"") -> Chunk:
-        """The chunk's object, made where it has none. `settle` drops it when it is not needed."""
+        """The chunk, created if there is none. `drop_if_unused` deletes it again."""
         chunk = realm.chunks.get(key)
         if chunk is None:
             chunk = realm.chunks[key] = Chunk(realm, key, tenant)
         return chunk
 
-    def pin(self, chunk: Chunk) -> None:
-        """Count one more owner that needs the chunk to stay."""
-        chunk.pins += 1
-
     def unpin(self, chunk: Chunk) -> None:
-        """Count one owner less."""
+        """Remove a pin."""
         chunk.pins -= 1
-        self.settle(chunk)
+        self.drop_if_unused(chunk)
 
-    def settle(self, chunk: Chunk) -> None:
-        """Drop the chunk's object if it holds nothing and nobody waits for it."""
-        if chunk.pins == 0 and not chunk.detached and chunk.vacant:
+    def drop_if_unused(self, chunk: Chunk) -> None:
+        """Delete the chunk if it has no slot and no pin."""
+        if chunk.pins == 0 and not chunk.detached and chunk.empty:
             del chunk.realm.chunks[chunk.key]
             chunk.detached = True
 
     def move(self, segment: HostSegment, cause: Cause) -> None:
-        """Change a segment's state along the table. Raises `IllegalTransition`."""
+        """Change the state of a segment along the table. Raises `IllegalTransition`."""
         chunk = segment.chunk
         before = segment.state
         after = TRANSITIONS.get((before, cause))
         if after is None:
             raise IllegalTransition(
                 f"{before.name} + {cause.name} is no transition, for rank {segment.rank} of "
-                f"{self.story(chunk.realm.realm_id, chunk.key)}"
+                f"{self.history(chunk.realm.realm_id, chunk.key)}"
             )
         if not chunk.detached:
             self._touch(chunk.realm, chunk.key)
-        self._story.append((chunk.realm.realm_id, chunk.key, segment.rank, before, cause))
+        self._history.append((chunk.realm.realm_id, chunk.key, segment.rank, before, cause))
         segment.state = after
         chunk.hosted += (after is SegmentState.HOST) - (before is SegmentState.HOST)
 
     def detach(self, chunk: Chunk) -> None:
-        """Take a chunk out of the directory; what still runs on it ends on zombies."""
+        """Remove a chunk; work that runs on its slots ends on zombies."""
         self._touch(chunk.realm, chunk.key)
         for segment in chunk.segments:
             if segment.state is not SegmentState.ABSENT:
@@ -337,22 +384,21 @@ class Directory:
         chunk.detached = True
 
     def set_stored(self, realm: Realm, key: bytes, mask: int, time: int) -> None:
-        """Say which ranks' segments the store holds (0: none), and when the newest was written."""
-        if realm.stored.get(key) != mask:
+        """Set the segments that the store holds (0: none), and when the newest was written."""
+        if realm.stored.mask(key) != mask:
             self._touch(realm, key)
         realm.stored.set(key, mask, time)
 
-    def offered(self, realm: Realm, offers: StoredColumns) -> Flags:
-        """Add to what the store holds of chunks that have no object here; shape [n].
+    def add_stored(self, realm: Realm, columns: StoredColumns) -> Flags:
+        """Add to what the store holds of chunks that have no `Chunk`; shape [n].
 
-        Returns which of them the store holds whole now, and did not before. They are not among the
-        changes that are told by `take_changes`.
+        Returns which of them became readable. `take_changes` does not report them.
         """
-        before = realm.stored.offer(offers.high, offers.low, offers.masks, offers.written_at)
-        masks = before | widened(offers.masks, before.shape[1])
-        came = realm.readable_in(masks) & ~realm.readable_in(before)
-        realm.stored_chunks += int(np.count_nonzero(came))
-        return came
+        before = realm.stored.add(columns.high, columns.low, columns.masks, columns.written_at)
+        masks = before | widened(columns.masks, before.shape[1])
+        readable = realm.readable_in(masks) & ~realm.readable_in(before)
+        realm.stored_chunks += int(np.count_nonzero(readable))
+        return readable
 
     def _touch(self, realm: Realm, key: bytes) -> None:
         touched = (realm.realm_id, key)
@@ -360,7 +406,7 @@ class Directory:
             self._touched[touched] = (realm, realm.flags(key), realm.chunks.get(key))
 
     def take_changes(self) -> list[FlagChange]:
-        """Chunks whose flags changed since the last call, oldest first; each is told once."""
+        """Chunks whose flags changed since the last call, oldest first, each once."""
         changes: list[FlagChange] = []
         for (_, key), (realm, was, holder) in self._touched.items():
             now = realm.flags(key)
@@ -372,12 +418,12 @@ class Directory:
         self._touched.clear()
         return changes
 
-    def story(self, realm_id: int, key: bytes) -> str:
-        """What happened to one chunk, as far as it is remembered."""
+    def history(self, realm_id: int, key: bytes) -> str:
+        """The last transitions of a chunk."""
         lines = [
             f"rank {rank}: {state.name} + {cause.name}"
-            for story_realm, story_key, rank, state, cause in self._story
-            if (story_realm, story_key) == (realm_id, key)
+            for line_realm, line_key, rank, state, cause in self._history
+            if (line_realm, line_key) == (realm_id, key)
         ]
-        told = "; ".join(lines) if lines else "nothing is remembered"
-        return f"chunk {key.hex()[:16]} of realm {realm_id}: {told}"
+        known = "; ".join(lines) if lines else "no transition is remembered"
+        return f"chunk {key.hex()[:16]} of realm {realm_id}: {known}"

@@ -1,26 +1,24 @@
 """The engine: what to copy, read, write, evict and answer. Events in, commands out.
 
-Owns the sessions and the wiring of the parts that decide: `directory.py` (where chunks are),
-`host_tier.py` (slots), `jobs.py` (copies of workers), `lookups.py` (who waits for the store),
+Owns the sessions, and calls the parts that decide: `directory.py` (where chunks are),
+`host_tier.py` (slots), `jobs.py` (copies of workers), `lookups.py` (waiting for the store),
 `reads.py` and `writes.py`, `store_view.py` (the catalog), `leases.py` (pins of loads),
-`request_pins.py` (pins that requests ask for). It does no I/O and has neither clock nor randomness:
-the same events in the same order give the same commands. The server checks epochs and frames before
-an event.
+`request_pins.py` (pins of requests). No I/O, no clock, no randomness: the same events in the same
+order give the same commands. Epochs and frames are checked before.
 
-Invariants, which the tests verify after every event: every allocated slot is in
-the directory, a zombie or in the inventory, and in one place only; every pin has an owner; what
-runs on a slot is what the parts say is running.
+Invariants, which the tests verify after every event: every allocated slot belongs to exactly one
+segment, zombie or restored slot; every pin has an owner; what runs on a slot is what the parts say.
 
-The order of the commands of one event: changes of the shared index (so that a reader stops seeing
-an evicted chunk before its slot is filled anew, and sees a stored one before the worker is told),
-then copies, reads and writes, then messages.
+The commands of one event are in this order: changes of the shared index (readers stop seeing an
+evicted chunk before its slot is filled again, and see a stored one before the worker is told), then
+copies, reads and writes, then messages.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from sidecar.core.breaker import Breaker, BreakerRules
 from sidecar.core.commands import (
@@ -29,54 +27,56 @@ from sidecar.core.commands import (
     Copied,
     Counters,
     Draining,
+    EngineSnapshot,
     Event,
     ForgetRealms,
+    ForgettingCost,
     IndexOffer,
     IndexSet,
-    LeaseTaken,
     Listed,
-    LookedUp,
-    OpenedGroup,
-    PinAsked,
+    PendingWork,
     ReadDone,
-    Released,
+    RealmSnapshot,
+    Received,
     Reply,
     Restored,
     Resume,
     Resumed,
     SessionClosed,
     SessionOpened,
-    Submitted,
     Tick,
     Written,
 )
 from sidecar.core.directory import Directory, FlagChange, Realm
-from sidecar.core.event_feeds import EventFeeds
-from sidecar.core.fair_share import FairShares, Pins, ShareLimits
+from sidecar.core.event_feeds import EventFeed
+from sidecar.core.fair_share import FairShares, ShareLimits
 from sidecar.core.host_tier import HostChange, HostTier
-from sidecar.core.idle_realms import IdleRealms, Loss
 from sidecar.core.jobs import Job, Jobs
 from sidecar.core.leases import Leases
 from sidecar.core.lookups import Lookups
-from sidecar.core.parts import CoreParts, EngineSnapshot, Outbox, PendingWork, RealmSnapshot
+from sidecar.core.outbox import CoreParts, Outbox
+from sidecar.core.pins import Pins
 from sidecar.core.reads import Reads
 from sidecar.core.request_pins import RequestPins
 from sidecar.core.store_view import StoreView
 from sidecar.core.tenants import Tenants
 from sidecar.core.writes import WritePolicy, Writes
-from sidecar.protocol import Error, JobOutcome, Role
+from sidecar.protocol import Error, JobOutcome, Lease, Lookup, Outcome, Pin, Release, Role, Submit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from sidecar.core.listed_rows import Keys
     from sidecar.core.restored import SlotAllocator
+    from sidecar.core.stored_table import Keys
     from tiers.policy.policy import Policy
+
+CHUNKS_FORGOTTEN_MAX: Final = 64
+"""Chunks that one `ForgetRealms` evicts. Each takes about 20 microseconds of the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Bounds that the operator sets, and which ways to the store are open."""
+    """Limits from the configuration, and how the store is used."""
 
     writes_inflight_max: int
     reads_inflight_max: int
@@ -86,49 +86,37 @@ class EngineLimits:
     lookups_max_per_session: int
     quarantine_keys_max: int
     recompute: bool
-    """Whether a run that is computed sooner than read is computed."""
+    """Whether a run is computed if that takes less time than reading it."""
     regret_max: float
-    """Fraction of the time to compute that waiting for the store may cost in vain."""
+    """Part of the compute time that waiting in vain for the store may cost."""
     breaker: BreakerRules
     write: WritePolicy
     flush_at_end: bool
-    """Whether what `write` has not written yet is written while draining."""
+    """Whether a drain writes what `write` has not written yet."""
     store_reads: bool
     reads_begun_max: int = 1 << 30
-    """Reads that one event begins, room for them made; the others get turns of their own."""
+    """Reads that one event starts; the others get turns of their own."""
     adopted_max: int = 1 << 30
-    """Restored slots that one event takes in; the others get turns of their own."""
-    bounds: ShareLimits = field(default_factory=ShareLimits)
-    """What may wait, in all and of one session."""
+    """Restored slots that one event adopts; the others get turns of their own."""
+    shares: ShareLimits = field(default_factory=ShareLimits)
     verify_loads: float = 1.0
-    """Part of the loaded chunks that is verified, 0 to 1; one not seen before always is."""
+    """Part of the loaded chunks that is verified, 0 to 1; one not verified before always is."""
     verify_writes: float = 1.0
     """The same of the segments that are written to the store."""
 
 
-def _always(realm_id: int, tenant: bytes, num_bytes: int, objects: int) -> bool:  # noqa: ARG001
-    """No tenant has a limit in the store."""
-    return True
-
-
-def _unbounded(realm_id: int, num_bytes: int, objects: int) -> bool:  # noqa: ARG001
-    """No namespace has a bound in the store."""
-    return True
-
-
 class Engine:
-    """Decides. Feed it every event; carry out every command; tell it how each one ended.
+    """Decides. Give it every event, carry out every command, and report how each one ended.
 
-    Its parts are public so that tests can check what holds between them; nobody else reads them.
+    Its parts are public so that tests can check what holds between them.
 
     Args:
         policy: the order of eviction of all chunks.
-        tenants: limits of tenants; none where it is left out.
-        admit_write: whether a tenant may have so many bytes and objects more in the
-            store, in the namespace of a realm.
-        room_to_write: whether that namespace may have so many bytes and objects more.
-        tell: hears of every chunk that became available in a tier, or went from it; except
-        tell_listed: of those in the store that nothing but the catalog is known of.
+        admit_write: whether a tenant may have this many bytes and objects more in the store, in
+            the namespace of a realm.
+        room_to_write: whether that namespace may have this many bytes and objects more.
+        notify: called with every chunk that became available in a tier, or left it, except for
+        notify_listed: those of which only the catalog is known.
     """
 
     def __init__(
@@ -139,43 +127,29 @@ class Engine:
         *,
         epoch: int,
         tenants: Tenants | None = None,
-        admit_write: Callable[[int, bytes, int, int], bool] = _always,
-        room_to_write: Callable[[int, int, int], bool] = _unbounded,
-        tell: Callable[[list[FlagChange]], None] | None = None,
-        tell_listed: Callable[[Realm, Keys], None] | None = None,
+        admit_write: Callable[[int, bytes, int, int], bool] = lambda *_: True,
+        room_to_write: Callable[[int, int, int], bool] = lambda *_: True,
+        notify: Callable[[list[FlagChange]], None] = lambda _: None,
+        notify_listed: Callable[[Realm, Keys], None] = lambda *_: None,
     ) -> None:
         self.counters = Counters()
         self.limits = limits
         self._epoch = epoch
-        self._slots = slots
         self.sessions: dict[int, SessionOpened] = {}
         self.draining = False
-        self._tell = tell
-        self.tell_listed = tell_listed
+        self._notify = notify
+        self.notify_listed = notify_listed
         self._outbox = Outbox(epoch)
-        self._event_feeds = EventFeeds(epoch, self._outbox.emit)
+        self._event_feeds: dict[int, EventFeed] = {}
         self.directory = Directory(readable=limits.store_reads)
         self.tenants = Tenants() if tenants is None else tenants
-        self.bounds = FairShares(limits.bounds)
-        self.host = HostTier(
-            self.directory,
-            slots,
-            policy,
-            self.counters,
-            self.tenants,
-        )
-        parts = CoreParts(
-            self.directory,
-            self.host,
-            self.counters,
-            self.tenants,
-            self.bounds,
-            self._outbox.emit,
-        )
-        self.pins = Pins(self.directory, self.host.chunk_bytes, self.bounds.pinned)
+        self.shares = FairShares(limits.shares)
+        self.host = HostTier(self.directory, slots, policy, self.counters, self.tenants)
+        emit = self._outbox.emit
+        parts = CoreParts(self.directory, self.host, self.counters, self.tenants, self.shares, emit)
+        self.pins = Pins(self.directory, self.shares.pinned)
         self.store = StoreView(
             parts,
-            self._chunks_listed,
             quarantine_keys_max=limits.quarantine_keys_max,
             announces=limits.write is not WritePolicy.OFF,
         )
@@ -208,126 +182,118 @@ class Engine:
             recompute=limits.recompute,
             regret_max=limits.regret_max,
         )
-        self.leases = Leases(self.pins, self.bounds, ttl_seconds_max=limits.lease_ttl_seconds_max)
-        self.kept = RequestPins(parts, self.pins)
-        self._idle_realms = IdleRealms(
-            self.directory, self.host, self.store, self.writes, self.leases
-        )
-        self.jobs = Jobs(
-            parts,
-            verify_loads=limits.verify_loads,
-            ended=self._job_ended,
-            store_failed=self.lookups.store_failed,
-        )
+        self.leases = Leases(self.pins, self.shares, ttl_seconds_max=limits.lease_ttl_seconds_max)
+        self.request_pins = RequestPins(parts, self.pins)
+        self.jobs = Jobs(parts, verify_loads=limits.verify_loads)
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        """Take one event in; returns what to do, in order. `now` never goes back.
+        """Process one event; returns what to do, in order. `now` never decreases.
 
         Raises:
             KeyError: a copy, read or write ended that was not running.
-            ValueError: a session that `refusal` would have refused.
+            ValueError: a session that `refusal` refuses.
             IllegalTransition: a bug in the engine.
         """
         self.host.expire(now)
         self._apply_host_changes()
-        # Told before the event: lines of the catalog count chunks that nothing else has changed.
-        self._tell_changes()
+        # Before the event, because rows of the catalog are counted apart from other changes.
+        self._publish_changes()
+        self._dispatch(event, now)
+        self._apply_host_changes()
+        for chunk, outcome in self.reads.pump(now):
+            self.lookups.chunk_failed(chunk, outcome)
+        self._apply_host_changes()
+        self.writes.pump(now)
+        self._publish_changes()
+        return self._outbox.take()
+
+    def _dispatch(self, event: Event, now: float) -> None:
         match event:
-            case (
-                Submitted() | LookedUp() | LeaseTaken() | PinAsked() | Released() | SessionClosed()
-            ):
+            case Received() | SessionClosed():
                 self._handle_session(event, now)
-            case Restored():
-                self.host.restore(event.slots)
-            case SessionOpened():
-                self._open(event)
-                self._adopt_some()
             case Copied():
-                self.jobs.copied(event, now)
+                self._job_ended(self.jobs.copied(event, now))
             case Written():
                 self.writes.ended(event, now)
             case ReadDone():
                 self.lookups.read_ended(event, now)
+            case SessionOpened():
+                self._open(event)
+                self._adopt()
+            case Restored():
+                self.host.restore(event.slots)
             case Listed():
-                self.store.listed(event)
-            case CaughtUp() | ForgetRealms():
-                self._handle_realms(event)
+                self._publish_listed(event)
+            case CaughtUp(realm_id) if realm_id in self.directory.realms:
+                self.writes.caught_up(realm_id)
+            case CaughtUp():
+                self.counters.stale_messages += 1
+            case ForgetRealms():
+                self._forget_realms(event.realm_ids)
             case Tick():
                 self.counters.leases_expired += self.leases.expire(now)
                 self.lookups.expire(now)
-                self.kept.expire(now)
+                self.request_pins.expire(now)
             case Resumed():
                 self._outbox.resumed()
-                self._adopt_some()
+                self._adopt()
                 self.reads.resumed()
             case Draining():
                 self.draining = True
-                self.kept.drain()
+                self.request_pins.drain()
                 self.lookups.drain()
-                self.writes.draining(flush=self.limits.flush_at_end)
-        self._apply_host_changes()
-        for chunk, outcome in self.reads.pump(now):
-            self.lookups.gave_up(chunk, outcome)
-        self._apply_host_changes()
-        self.writes.pump(now)
-        return self._flush()
+                self.writes.drain(flush=self.limits.flush_at_end)
 
     def _apply_host_changes(self) -> None:
-        """Pass on what happened to chunks of the host tier, in the order in which it did."""
+        """Report what happened to chunks of the host tier to the other parts, in order."""
         changes = self.host.changes
         while changes:
             change, chunk = changes.popleft()
             match change:
                 case HostChange.COMPLETE:
                     self.writes.completed(chunk)
-                    self.lookups.completed(chunk)
+                    self.lookups.chunk_loaded(chunk)
                 case HostChange.RESTORED:
                     self.writes.restored(chunk)
-                    self.lookups.completed(chunk)
+                    self.lookups.chunk_loaded(chunk)
                 case HostChange.USED:
-                    self.writes.wanted(chunk)
+                    self.writes.used(chunk)
+                case HostChange.STORE_FAILED:
+                    self.lookups.store_failed(chunk)
                 case HostChange.REMOVED:
                     self.writes.removed(chunk)
-                    self.lookups.removed(chunk)
+                    self.lookups.chunk_failed(chunk, Outcome.CORRUPT)
 
-    def _handle_realms(self, event: CaughtUp | ForgetRealms) -> None:
-        if isinstance(event, ForgetRealms):
-            if self._used_realms.isdisjoint(event.realm_ids):
-                self._idle_realms.forget(event.realm_ids)
-        elif event.realm_id in self.directory.realms:
-            self.writes.caught_up(event.realm_id)
-        else:
-            self.counters.stale_messages += 1
+    def _publish_changes(self) -> None:
+        changes = self.directory.take_changes()
+        for change in changes:
+            in_host, in_store = change.now
+            self._outbox.emit(IndexSet(change.realm.realm_id, change.key, in_host, in_store))
+        if changes:
+            self._notify(changes)
+            for feed in self._event_feeds.values():
+                feed.changed(changes)
+
+    def _publish_listed(self, event: Listed) -> None:
+        keys = self.store.listed(event)
+        if keys is not None:
+            realm = self.directory.realms[event.realm_id]
+            self._outbox.emit(IndexOffer(realm.realm_id, keys))
+            self.notify_listed(realm, keys)
+            for feed in self._event_feeds.values():
+                feed.listed(realm, keys)
+
+    def _adopt(self) -> None:
+        if self.host.adopt(self.limits.adopted_max):
+            self._outbox.emit(Resume())
+
+    # --- sessions ------------------------------------------------------------------------------
 
     def refusal(self, event: SessionOpened) -> str | None:
-        """Why a session cannot be served: its geometry contradicts what its realm holds."""
+        """Why a session cannot be served; None if it can."""
         if event.session_id in self.sessions:
             return f"session_id={event.session_id} is already open"
-        for group in event.groups:
-            reason = self._group_refusal(event, group)
-            if reason is not None:
-                return reason
-        return None
-
-    def _group_refusal(self, event: SessionOpened, group: OpenedGroup) -> str | None:
-        if event.role is Role.WORKER and group.layout is None:
-            return "layout=None: a worker must give its rank's chunk layout"
-        realm = self.directory.realms.get(group.realm_id)
-        if realm is None:
-            return None
-        if realm.world_size != event.num_segments:
-            return (
-                f"world_size={event.world_size} with replicas={event.replicas} makes chunks of "
-                f"{event.num_segments} segments, but those of the same topology have "
-                f"{realm.world_size}; give different cuts different topology names"
-            )
-        known = realm.layouts[event.segment_number]
-        if event.role is Role.WORKER and known is not None and known != group.layout:
-            return (
-                f"layout of rank {event.rank} is {group.layout}, but an earlier worker of the same "
-                f"namespace and topology had {known}; use one kvlake configuration for both"
-            )
-        return None
+        return self.directory.refusal(event)
 
     def _open(self, event: SessionOpened) -> None:
         reason = self.refusal(event)
@@ -335,171 +301,184 @@ class Engine:
             raise ValueError(reason)
         for group in event.groups:
             realm = self.directory.open_realm(group.realm_id, event.num_segments)
-            number = event.segment_number
-            if group.layout is not None and realm.layouts[number] is None:
-                self.host.learn_layout(realm, number, group.layout)
-                self.host.adopt(realm, number, group.namespace)
+            rank = event.segment_number
+            if group.layout is not None and realm.layouts[rank] is None:
+                self.host.register_layout(realm, rank, group.layout)
+                self.host.queue_adoption(realm, rank, group.namespace)
         if event.role is Role.SCHEDULER:
             self.leases.forget_early((event.realm_id, event.engine_id))
             if event.want_events:
-                realms = [self.directory.realms[group.realm_id] for group in event.groups]
-                self._event_feeds.open(event.session_id, realms)
+                self._event_feeds[event.session_id] = EventFeed(
+                    self._epoch, event.session_id, self._realms_of(event), self._outbox.emit
+                )
         self.sessions[event.session_id] = event
 
-    def _adopt_some(self) -> None:
-        if self.host.adopt_some(self.limits.adopted_max):
-            self._outbox.emit(Resume())
+    def _realms_of(self, session: SessionOpened) -> list[Realm]:
+        return [self.directory.realms[group.realm_id] for group in session.groups]
 
-    def _handle_session(
-        self,
-        event: Submitted | LookedUp | LeaseTaken | PinAsked | Released | SessionClosed,
-        now: float,
-    ) -> None:
+    def _handle_session(self, event: Received | SessionClosed, now: float) -> None:
         session = self.sessions.get(event.session_id)
         if session is None:
             self.counters.stale_messages += 1
-            return
-        realms = [self.directory.realms[group.realm_id] for group in session.groups]
-        worker = session.role is Role.WORKER
-        match event:
-            case SessionClosed():
-                self._close(session)
-            case Submitted() if worker:
-                self._submit(session, realms, event, now)
-            case LookedUp() if not worker:
-                self.lookups.ask(session.session_id, realms, event.message, now)
-            case LeaseTaken() if not worker:
-                self._lease(session, realms, event, now)
-            case PinAsked() if not worker:
+        elif isinstance(event, SessionClosed):
+            self._close(session)
+        elif isinstance(event.message, Submit) is (session.role is Role.WORKER):
+            self._receive(session, event, now)
+        else:
+            text = f"{type(event.message).__name__} is not for a {session.role} session to send"
+            self._outbox.emit(Reply(session.session_id, Error(self._epoch, "role", text)))
+
+    def _receive(self, session: SessionOpened, event: Received, now: float) -> None:
+        session_id, realms = session.session_id, self._realms_of(session)
+        match event.message:
+            case Submit() as message:
+                self._submit(session, realms, message, now)
+            case Lookup() as message:
+                self.lookups.start(session_id, realms, message, now)
+            case Lease() as message:
+                self._lease(session, realms, message, now)
+            case Pin() as message:
                 if not self.draining:
-                    self.kept.ask(session.session_id, realms, event.message, now)
-            case Released() if not worker:
-                for lease_id in event.lease_ids:
-                    self.leases.release(session.session_id, lease_id)
-                for lookup_id in event.lookup_ids:
-                    self.lookups.release(session.session_id, lookup_id)
-                if event.pins:
-                    self.kept.close_session(session.session_id)
-                if event.heard >= 0:
-                    self._event_feeds.listens(session.session_id, event.heard)
-            case _:
-                text = f"{type(event).__name__} is not for a {session.role} session to send"
-                self._outbox.emit(Reply(session.session_id, Error(self._epoch, "role", text)))
+                    self.request_pins.pin(session_id, realms, message, now)
+            case Release() as message:
+                for lease_id in message.lease_ids:
+                    self.leases.release(session_id, lease_id)
+                for lookup_id in message.lookup_ids:
+                    self.lookups.release(session_id, lookup_id)
+                if message.pins:
+                    self.request_pins.close_session(session_id)
+                feed = self._event_feeds.get(session_id)
+                if message.heard >= 0 and feed is not None:
+                    feed.acknowledge(message.heard)
 
     def _submit(
-        self, session: SessionOpened, realms: list[Realm], event: Submitted, now: float
+        self, session: SessionOpened, realms: list[Realm], message: Submit, now: float
     ) -> None:
-        message = event.message
         # Loads first: a store may evict what a load of the same step needs.
         for load in message.loads:
-            self.jobs.load(session, realms, message.fence, load)
+            self._job_ended(self.jobs.load(session, realms, message.fence, load))
+        accept = not self.draining
         for store in message.stores:
-            self.jobs.store(session, realms, message.fence, store, now, accept=not self.draining)
+            job = self.jobs.store(session, realms, message.fence, store, now, accept=accept)
+            self._job_ended(job)
 
-    def _lease(
-        self, session: SessionOpened, realms: list[Realm], event: LeaseTaken, now: float
-    ) -> None:
-        session_id = session.session_id
-        if self.leases.held(session_id) >= self.limits.leases_max_per_session:
-            self.counters.leases_refused += 1
-            self.bounds.refuse("lease", "client")
+    def _job_ended(self, job: Job | None) -> None:
+        if job is None:
             return
-        keys = dict.fromkeys(event.keys)
-        # A key is of one group, whichever that is.
-        found = (realm.chunks.get(key) for key in keys for realm in realms)
-        chunks = [chunk for chunk in found if chunk is not None]
-        for chunk in chunks:
-            self.host.touch(chunk)
-        name = (session.realm_id, session.engine_id, event.lease_id)
-        if not self.leases.take(session_id, name, chunks, session.world_size, now):
-            self.counters.leases_refused += 1
-            return
-        self.tenants.counters(event.tenant).leases += 1
-
-    def _close(self, session: SessionOpened) -> None:
-        del self.sessions[session.session_id]
-        self._event_feeds.close_session(session.session_id)
-        self.lookups.close_session(session.session_id)
-        self.kept.close_session(session.session_id)
-        if session.role is Role.SCHEDULER:
-            self.leases.close_session(session.session_id, (session.realm_id, session.engine_id))
-
-    def _chunks_listed(self, realm: Realm, keys: Keys) -> None:
-        self._outbox.emit(IndexOffer(realm.realm_id, keys))
-        if self.tell_listed is not None:
-            self.tell_listed(realm, keys)
-        self._event_feeds.listed(realm, keys)
-
-    def _job_ended(self, job: Job, outcome: JobOutcome) -> None:
         session = job.session
         if session.session_id in self.sessions:
-            self._outbox.job_ended(session.session_id, outcome)
+            self._outbox.job_ended(session.session_id, JobOutcome(job.job_id, job.outcome))
         if job.loading:
             name = (session.realm_id, session.engine_id, job.job_id)
             self.leases.rank_finished(name, session.rank, session.world_size)
 
-    def _flush(self) -> list[Command]:
-        self._tell_changes()
-        return self._outbox.take()
+    def _lease(
+        self, session: SessionOpened, realms: list[Realm], message: Lease, now: float
+    ) -> None:
+        session_id = session.session_id
+        if self.shares.leases.of(session_id) >= self.limits.leases_max_per_session:
+            self.counters.leases_refused += 1
+            self.shares.refuse("lease", "client")
+            return
+        # Each key is of one group, which is not known here.
+        found = (realm.chunks.get(key) for key in dict.fromkeys(message.keys) for realm in realms)
+        chunks = [chunk for chunk in found if chunk is not None]
+        for chunk in chunks:
+            self.host.touch(chunk)
+        name = (session.realm_id, session.engine_id, message.lease_id)
+        if self.leases.take(session_id, name, chunks, session.world_size, now):
+            self.tenants.counters(message.tenant).leases += 1
+        else:
+            self.counters.leases_refused += 1
 
-    def _tell_changes(self) -> None:
-        changes = self.directory.take_changes()
-        for change in changes:
-            in_host, in_store = change.now
-            self._outbox.emit(IndexSet(change.realm.realm_id, change.key, in_host, in_store))
-        if changes:
-            if self._tell is not None:
-                self._tell(changes)
-            self._event_feeds.changed(changes)
+    def _close(self, session: SessionOpened) -> None:
+        del self.sessions[session.session_id]
+        self._event_feeds.pop(session.session_id, None)
+        self.lookups.close_session(session.session_id)
+        self.request_pins.close_session(session.session_id)
+        if session.role is Role.SCHEDULER:
+            self.leases.close_session(session.session_id, (session.realm_id, session.engine_id))
 
-    @property
-    def _used_realms(self) -> set[int]:
-        return {group.realm_id for one in self.sessions.values() for group in one.groups}
+    # --- realms without sessions ---------------------------------------------------------------
 
-    def loss(self, realm_ids: Collection[int]) -> Loss:
-        """What forgetting these realms would cost."""
-        return self._idle_realms.loss(realm_ids)
+    def _known(self, realm_ids: Collection[int]) -> list[Realm]:
+        known = self.directory.realms
+        return [known[realm_id] for realm_id in realm_ids if realm_id in known]
 
-    def needs(self, realm_ids: Collection[int]) -> bool:
-        """Whether a session is of one of these realms, or something runs or is pinned there."""
-        return not self._used_realms.isdisjoint(realm_ids) or self._idle_realms.busy(realm_ids)
+    def _has_session(self, realm_ids: Collection[int]) -> bool:
+        used = {group.realm_id for one in self.sessions.values() for group in one.groups}
+        return not used.isdisjoint(realm_ids)
+
+    def forgetting_cost(self, realm_ids: Collection[int]) -> ForgettingCost:
+        """What forgetting these realms would lose. Its time does not depend on their chunks."""
+        realms = self._known(realm_ids)
+        return ForgettingCost(
+            self.writes.outstanding_in(realm_ids),
+            sum(len(realm.chunks) * realm.chunk_bytes for realm in realms),
+            any(len(realm.stored) for realm in realms),
+        )
+
+    def in_use(self, realm_ids: Collection[int]) -> bool:
+        """Whether a session, running work or a pin is in one of these realms. Linear in chunks."""
+        return self._has_session(realm_ids) or any(
+            self.host.busy(realm)
+            or any(chunk.pins or chunk.busy for chunk in realm.chunks.values())
+            for realm in self._known(realm_ids)
+        )
+
+    def _forget_realms(self, realm_ids: Collection[int]) -> None:
+        """Evict some chunks; once none is left and nothing runs, forget the realms."""
+        if self._has_session(realm_ids):
+            return
+        realms, left = self._known(realm_ids), CHUNKS_FORGOTTEN_MAX
+        for realm in realms:
+            left -= self.host.evict_realm(realm, left)
+        if left < CHUNKS_FORGOTTEN_MAX or any(
+            realm.chunks or self.host.busy(realm) for realm in realms
+        ):
+            return
+        for realm in realms:
+            self.directory.forget_realm(realm)
+            self.store.forget_realm(realm.realm_id)
+            self.writes.forget_realm(realm.realm_id)
+            self.leases.forget_realm(realm.realm_id)
+
+    # --- status --------------------------------------------------------------------------------
 
     def clear(self) -> list[Command]:
-        """Give up every chunk that nothing pins or runs on: after a drain, all of them."""
+        """Evict every chunk that is not pinned and not in use: after a drain, all of them."""
         self.host.clear()
         self._apply_host_changes()
-        return self._flush()
+        self._publish_changes()
+        return self._outbox.take()
 
     def stored_mask(self, realm_id: int, key: bytes) -> int:
-        """Ranks whose segment of `key` is known to be in the store, as bits."""
+        """Ranks whose segment of `key` is in the store, as bits."""
         realm = self.directory.realms.get(realm_id)
-        return 0 if realm is None else realm.stored.get(key)
+        return 0 if realm is None else realm.stored.mask(key)
 
     def pending_work(self) -> PendingWork:
-        """What has not ended yet."""
+        """Work that has not ended."""
         return PendingWork(
-            copies_running=self.jobs.copies_running,
-            writes_running=self.writes.num_running,
-            writes_pending=self.writes.pending,
-            reads_running=self.reads.num_running,
-            reads_queued=self.reads.num_queued,
+            copies_running=len(self.jobs.running()),
+            writes_running=len(self.writes.running()),
+            writes_pending=sum(len(one.ranks) for one in self.writes.pending.values()),
+            reads_running=len(self.reads.running()),
+            reads_queued=len(self.reads.queue),
         )
 
     @property
     def timed(self) -> tuple[int, bool]:
-        """How many leases there are, and whether anybody waits for a lookup: both end with time."""
+        """The number of leases, and whether there is a lookup. Both end with time."""
         return len(self.leases), any(True for _ in self.lookups)
 
     def snapshot(self) -> EngineSnapshot:
-        """Numbers for the status page and the gauges."""
+        """The status."""
         realms = self.directory.realms.values()
         sessions = Counter(session.realm_id for session in self.sessions.values())
         return EngineSnapshot(
-            sessions=len(self.sessions),
             chunks_in_host=sum(realm.hosted_chunks for realm in realms),
             chunks_in_store=sum(realm.stored_chunks for realm in realms),
-            slots_allocated=len(self.host.allocated),
-            slots_zombie=len(self.host.zombies),
             slots_unclaimed=len(self.host.restored_slots),
             unclaimed_bytes=self.host.restored_slots.num_bytes,
             leases=len(self.leases),
@@ -509,11 +488,10 @@ class Engine:
             draining=self.draining,
             realms=tuple(
                 RealmSnapshot(
-                    realm_id=realm.realm_id,
-                    world_size=realm.world_size,
-                    sessions=sessions[realm.realm_id],
-                    chunks_in_host=realm.hosted_chunks,
-                    chunks_in_store=realm.stored_chunks,
+                    realm.realm_id,
+                    sessions[realm.realm_id],
+                    realm.hosted_chunks,
+                    realm.stored_chunks,
                 )
                 for realm in realms
             ),

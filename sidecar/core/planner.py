@@ -1,118 +1,104 @@
-"""Load or recompute: whether a hit in the object store is worth waiting for, and for how long.
+"""Load or recompute: whether to wait for a hit in the object store, and for how long.
 
-Owns the estimate of what reading costs now, and two rules:
+Owns the estimate of the cost of a read, and two rules:
 
-* Before anything is read: a run is read if that is expected to end before the engine would have
-  computed it. Both costs grow with the length of the run, so a part of it is never better than
-  all of it or nothing.
-* While it is read: estimates err, and stores stall. A request that has waited longer than what is
-  ready saves it waits on its engine's credit. The credit grows with what the engine computes (by
-  `regret_max` of it) and with the time that reads saved; it is bounded; waiting uses it up. So a
-  store that is slower than the engine costs all requests together that fraction and one credit,
-  however wrong the estimates were, and no request ever waits longer in vain than computing it
-  takes: the ski-rental bound. One request at a time could not be granted enough for the round trip
-  of a good store; what the requests before it saved can.
+* Before a read: a run of chunks is read if the reads are expected to end before the engine has
+  computed the run. Both costs grow with the length of the run, so reading a part of it is never
+  better than reading all or nothing.
+* During a read: estimates can be wrong, and stores stall. A request that has waited longer than
+  its ready chunks save spends the credit of its engine. The credit grows with the compute time of
+  requests (by the fraction `regret_max`) and with the time that reads saved; it is bounded. A store
+  slower than the engine therefore costs all requests together that fraction and one credit, and no
+  request waits in vain for longer than computing it takes (the ski-rental bound). The credit is
+  shared because one request alone cannot earn the round trip of even a good store.
 
-The estimate is that of BBR (Cardwell et al. 2016): of the last reads the shortest time and the
-largest delivery rate, where the rate of a read is what all reads delivered between its start and
-its end. Both are optimistic on purpose: the second rule bounds what optimism costs, while nothing
-would ever correct a pessimist who does not read.
+The estimate is that of BBR (Cardwell et al. 2016): the shortest time and the largest delivery rate
+of the last reads, where the rate of a read is what all reads delivered between its start and its
+end. Both are optimistic on purpose: the second rule bounds the cost of optimism, while an estimate
+that is too pessimistic is never corrected, because nothing is read.
 
-Does not own lookups, reads or the clock (`lookups.py`, `reads.py`); it is told. Pure.
+Does not own lookups, reads or the clock. Pure.
 
-Invariants: without a measured prefill rate nothing is refused and no wait is cut short: the
-deadline of the lookup is then the only bound. A credit is never above its cap, and is overdrawn by
-no more than the time between two looks at it.
+Invariants: without a measured prefill rate no read is refused and no wait is cut short; a credit is
+never above its cap, and is overdrawn by at most the time between two checks.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 SAMPLES_MAX: Final = 32
-"""Reads that the estimate looks back on."""
+"""Reads in the estimate."""
 
 PROBE_EVERY: Final = 16
-"""Of so many refused runs one is read all the same, to see whether the store got faster."""
+"""One in so many refused runs is read anyway, to notice a store that got faster."""
 
 CREDIT_COMPUTE_SECONDS: Final = 25.0
-"""A credit starts with, and keeps at most, `regret_max` of so much computing: 1 s of 4%."""
+"""The initial credit, and its cap, is `regret_max` of this much compute: 1 s at 4%."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReadPlan:
+class ReadPlan(NamedTuple):
     """What to do about a run of chunks that only the store holds."""
 
     read: bool
     """False: the engine computes the run sooner than it could be read."""
     compute_seconds_per_chunk: float
-    """What a ready chunk saves; 0 where it is not known."""
+    """What a ready chunk saves; 0 if unknown."""
     compute_seconds: float
-    """What computing the whole run takes; 0 where it is not known."""
+    """Compute time of the whole run; 0 if unknown."""
 
     def saved_seconds(self, ready: int, limit_seconds: float) -> float:
-        """How long the run may have been waited for at no loss, with `ready` leading chunks."""
+        """How long waiting costs nothing, with `ready` leading chunks loaded."""
         if self.compute_seconds <= 0:
             return limit_seconds
         return min(limit_seconds, ready * self.compute_seconds_per_chunk)
 
     def patience_seconds(self, ready: int, limit_seconds: float) -> float:
-        """How long the run may have been waited for if there is credit."""
+        """How long to wait at most if there is credit."""
         return min(limit_seconds, self.saved_seconds(ready, limit_seconds) + self.compute_seconds)
 
 
 UNKNOWN: Final = ReadPlan(read=True, compute_seconds_per_chunk=0.0, compute_seconds=0.0)
-"""Nothing is known of the engine: read, and let the deadline bound it."""
+"""No prefill rate: read, until the deadline."""
 
 
 class Credit:
-    """How long the requests of one engine may yet wait in vain.
+    """How long the requests of one engine may still wait in vain.
 
-    It is time of the engine, which computes one thing after the other: requests that wait at the
-    same time use it up once.
-
-    Args:
-        regret_max: fraction of the time to compute that waiting may cost in vain.
+    An engine computes one request after another, so requests that wait at the same time spend the
+    same time once.
     """
 
-    __slots__ = ("_balance_seconds", "_regret_max", "_spent_until")
+    __slots__ = ("_regret_max", "_spent_until", "balance_seconds")
 
     def __init__(self, regret_max: float) -> None:
         self._regret_max = regret_max
-        self._balance_seconds = regret_max * CREDIT_COMPUTE_SECONDS
+        self.balance_seconds = regret_max * CREDIT_COMPUTE_SECONDS
         self._spent_until = 0.0
 
-    @property
-    def balance_seconds(self) -> float:
-        """What is left."""
-        return self._balance_seconds
-
     def asked(self, compute_seconds: float) -> None:
-        """A request came that the engine would take `compute_seconds` for."""
+        """A request arrived that takes `compute_seconds` to compute."""
         self._earn(self._regret_max * compute_seconds, compute_seconds)
 
     def saved(self, seconds: float) -> None:
-        """A request waited so much less than what it waited for took to compute."""
+        """A request waited this much less than computing would have taken."""
         self._earn(seconds, 0.0)
 
     def _earn(self, seconds: float, compute_seconds: float) -> None:
-        # A single long prompt may be worth more than the cap: its own share counts in any case.
+        # The share of a single long prompt may exceed the usual cap.
         cap = self._regret_max * max(CREDIT_COMPUTE_SECONDS, compute_seconds)
-        self._balance_seconds = max(
-            self._balance_seconds, min(cap, self._balance_seconds + seconds)
-        )
+        self.balance_seconds = max(self.balance_seconds, min(cap, self.balance_seconds + seconds))
 
     def spend(self, since: float, now: float) -> bool:
-        """Somebody waits in vain since `since`; False: no longer, the credit is used up."""
-        self._balance_seconds -= max(0.0, now - max(since, self._spent_until))
+        """A request waits in vain since `since`; returns whether it may go on."""
+        self.balance_seconds -= max(0.0, now - max(since, self._spent_until))
         self._spent_until = now
-        return self._balance_seconds > 0
+        return self.balance_seconds > 0
 
 
 class ReadStart(NamedTuple):
-    """What to remember of a read until it ends."""
+    """State at the start of a read, needed when it ends."""
 
     moment: float
     delivered_bytes: int
@@ -126,11 +112,7 @@ class _Sample(NamedTuple):
 
 
 class Planner:
-    """Keeps the rates and plans runs.
-
-    Args:
-        reads_inflight_max: reads that run at the same time.
-    """
+    """Measures reads and plans runs. At most `reads_inflight_max` reads run at the same time."""
 
     def __init__(self, *, reads_inflight_max: int) -> None:
         self._inflight_max = reads_inflight_max
@@ -140,12 +122,12 @@ class Planner:
         self._refused = 0
 
     def read_started(self, now: float) -> ReadStart:
-        """A read was issued; hand the answer to `read_ended`."""
+        """Note a started read; pass the result to `read_ended`."""
         self._running += 1
         return ReadStart(now, self._delivered_bytes, self._running)
 
     def read_ended(self, start: ReadStart, now: float, num_bytes: int) -> None:
-        """A read ended with `num_bytes`; one that brought nothing (0) is no measurement."""
+        """Note the end of a read. One that delivered nothing is not a measurement."""
         self._running -= 1
         seconds = now - start.moment
         if num_bytes <= 0 or seconds <= 0:
@@ -167,12 +149,12 @@ class Planner:
         """Decide on a run.
 
         Args:
-            num_chunks: chunks of the run, from the first that is not in host memory on.
-            num_tokens: tokens of these chunks: what the engine would compute otherwise.
-            reads: objects that have to be read for them.
+            num_chunks: chunks of the run from the first that host memory lacks.
+            num_tokens: tokens of these chunks, which the engine would compute otherwise.
+            reads: objects to read for them.
             read_bytes: bytes of these objects.
-            queued: objects that wait to be read, or are read, already.
-            prefill_tokens_per_second: the engine's own measurement; 0 where it has none yet.
+            queued: objects that are being read, or queued before them.
+            prefill_tokens_per_second: as measured by the engine; 0 if not measured yet.
         """
         if num_chunks <= 0 or reads <= 0 or num_tokens <= 0 or prefill_tokens_per_second <= 0:
             return UNKNOWN
@@ -184,23 +166,21 @@ class Planner:
         return ReadPlan(read, compute_seconds / num_chunks, compute_seconds)
 
     def read_seconds(self, reads: int, read_bytes: int, queued: int) -> float:
-        """When the last of a run's objects would be there; 0 where nothing was measured yet."""
+        """Expected time until the last object of a run is read; 0 without measurements."""
         if not self._samples:
             return 0.0
-        # Not their sum: where reads share a link each takes as long as all of them, and the sum
-        # would count them twice. A measured rate has the latency of its reads in it.
+        # The larger of both, not the sum: reads that share a link take as long as all of them
+        # together, and a measured rate already includes latency.
         quickest_seconds = min(sample.seconds for sample in self._samples)
         wanted_bytes = read_bytes / reads * (queued + reads)
         return max(quickest_seconds, wanted_bytes / self._rate(queued + reads))
 
     def _rate(self, wanted: int) -> float:
-        """Bytes per second that `wanted` reads together may be expected to have."""
-        fastest = max(self._samples, key=lambda sample: sample.bytes_per_second)
+        """Expected bytes per second of `wanted` reads together."""
+        fastest = max(sample.bytes_per_second for sample in self._samples)
         widest = max(self._samples, key=lambda sample: (sample.running, sample.bytes_per_second))
         running = min(wanted, self._inflight_max)
         if widest.running >= running:
-            return fastest.bytes_per_second
-        # So many have not run at once lately: until they have, more reads are taken for faster.
-        return max(
-            fastest.bytes_per_second, widest.bytes_per_second * running / max(1, widest.running)
-        )
+            return fastest
+        # More reads than were measured lately are assumed to be proportionally faster.
+        return max(fastest, widest.bytes_per_second * running / max(1, widest.running))

@@ -1,15 +1,15 @@
-"""Reads: which chunks come from the store to the host tier, when, and what becomes of each read.
+"""Reads: which chunks are read from the store, when, and how each read ended.
 
-Owns the running reads, their share of what one event begins, what they cost (`planner.py`), and the
-breaker that stops reading while the store fails. It does not own who waits for a chunk
-(`lookups.py`), slots, or what the store holds.
+Owns the queue of reads, the running reads, their cost (`planner.py`), and the breaker that pauses
+reading while the store fails. Does not own who waits for a chunk (`lookups.py`), slots, or what the
+store holds.
 
-Reads belong to chunks, not to lookups: several lookups wait for the same read, and one that ends
-after all of them gave up still lands in the host tier. Each verb returns the chunks that cannot
-come, and the caller cuts the lookups that wait for them.
+Reads belong to chunks, not to lookups: several lookups wait for the same read, and a read whose
+lookups all gave up still ends in the host tier. Each verb returns the chunks that cannot be read,
+and the caller cuts the lookups that wait for them.
 
-Invariants: at most `inflight_max` reads run; one event begins at most `begun_max`, and the others
-get turns of their own.
+Invariants: at most `inflight_max` reads run; one event starts at most `begun_max`, and the rest in
+turns of their own.
 """
 
 from __future__ import annotations
@@ -24,29 +24,27 @@ from sidecar.core.planner import Planner, ReadPlan, ReadStart
 from sidecar.protocol import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
     from sidecar.core.breaker import Breaker
     from sidecar.core.directory import Chunk, HostSegment, Realm
-    from sidecar.core.parts import CoreParts
+    from sidecar.core.outbox import CoreParts
     from sidecar.core.store_view import StoreView
 
 
 class ReadQueue:
-    """Segments that wait to be read: which is next, and for which session.
+    """Segments to read: which is next, and for which session.
 
-    The sessions that want any take turns, and those of one session come in the order in which it
-    asked. A segment that several sessions want waits in the queue of each, and is read when the
-    first of them has its turn.
+    Sessions take turns, each in the order in which it asked. A segment that several sessions want
+    is in the queue of each, and is read when the first of them has its turn.
 
-    Invariants: a session that floods delays another's next read by one read of its own, not by its
-    backlog; a segment is queued by at least one session, or not at all; a session without queued
-    reads is not here.
+    Invariants: a session that floods delays another's next read by one read, not by its backlog; a
+    session without queued reads is not here.
     """
 
     def __init__(self) -> None:
         self._by_session: dict[int, dict[HostSegment, None]] = {}
-        """In the order of turns; each in the order of asking."""
+        """In the order of turns."""
         self._sessions_of: dict[HostSegment, set[int]] = {}
 
     def __len__(self) -> int:
@@ -56,20 +54,20 @@ class ReadQueue:
         return iter(self._sessions_of)
 
     def add(self, session_id: int, segment: HostSegment) -> None:
-        """Queue a read for a session, behind what it has queued; once."""
+        """Queue a read for a session, once."""
         self._by_session.setdefault(session_id, {})[segment] = None
         self._sessions_of.setdefault(segment, set()).add(session_id)
 
     def discard(self, segment: HostSegment) -> None:
-        """Nobody wants this read any more."""
+        """Remove a read."""
         for session_id in self._sessions_of.pop(segment, ()):
             own = self._by_session[session_id]
             del own[segment]
             if not own:
                 del self._by_session[session_id]
 
-    def leave(self, session_id: int) -> None:
-        """A session is over; what another wants too stays queued for that one."""
+    def close_session(self, session_id: int) -> None:
+        """Remove the reads that only this session wants."""
         for segment in self._by_session.pop(session_id, ()):
             sessions = self._sessions_of[segment]
             sessions.remove(session_id)
@@ -77,7 +75,7 @@ class ReadQueue:
                 del self._sessions_of[segment]
 
     def take(self) -> HostSegment | None:
-        """Take out the read whose turn it is; its session's next one goes behind the others."""
+        """Remove and return the next read; its session goes behind the others."""
         if not self._by_session:
             return None
         session_id = next(iter(self._by_session))
@@ -88,7 +86,7 @@ class ReadQueue:
         return segment
 
     def ahead(self, session_id: int, reads: int) -> int:
-        """How many queued reads come before the last of so many more of a session, at most."""
+        """At most how many queued reads come before the last of `reads` more of a session."""
         own = len(self._by_session.get(session_id, ()))
         return own + sum(
             min(len(queued), own + reads)
@@ -116,7 +114,7 @@ _FAILURES: Final = {
 
 
 class Reads:
-    """The queue of reads and the reads that run."""
+    """The queue of reads and the running reads."""
 
     def __init__(
         self,
@@ -136,41 +134,20 @@ class Reads:
         self._inflight_max = inflight_max
         self._begun_max = begun_max
         self._planner = Planner(reads_inflight_max=inflight_max)
-        self._starts: dict[int, ReadStart] = {}
-        self._queue = ReadQueue()
-        self._running: dict[int, HostSegment] = {}
+        self.queue = ReadQueue()
+        self._running: dict[int, tuple[HostSegment, ReadStart]] = {}
         self._last_read_id = 0
         self._resuming = False
-        """Whether `Resumed` is to come."""
+        """Whether `Resumed` has to arrive before more reads start."""
 
-    # --- what is there to tell ---------------------------------------------------------------
-
-    @property
-    def num_queued(self) -> int:
-        """Reads that wait for their turn and that somebody still wants."""
-        return len(self._queue)
-
-    def queued(self) -> Iterator[HostSegment]:
-        """Segments that wait to be read."""
-        return iter(self._queue)
-
-    @property
-    def num_running(self) -> int:
-        """Reads that were issued and have not ended."""
-        return len(self._running)
-
-    def running(self) -> Iterator[HostSegment]:
+    def running(self) -> Collection[HostSegment]:
         """Segments that are being read."""
-        return iter(self._running.values())
+        return [segment for segment, _ in self._running.values()]
 
-    def check(self) -> None:
-        """Verify the queue; raises AssertionError."""
-        self._queue.check()
-
-    # --- before a read -----------------------------------------------------------------------
+    # --- before a read -------------------------------------------------------------------------
 
     def may_begin(self, now: float) -> bool:
-        """Whether the store is read from: not while it fails."""
+        """Whether the breaker lets reads pass."""
         return self._breaker.passes(now)
 
     def plan(
@@ -181,7 +158,7 @@ class Reads:
         num_tokens: int,
         prefill_tokens_per_second: float,
     ) -> ReadPlan:
-        """Weigh reading these chunks of a run against computing so much of it, from there on."""
+        """Weigh reading the missing chunks of a run against computing its last `num_chunks`."""
         reads = len(missing) * missing[0].realm.world_size
         return self._planner.plan(
             num_chunks,
@@ -191,41 +168,37 @@ class Reads:
                 _full_bytes(realm) * count
                 for realm, count in Counter(chunk.realm for chunk in missing).items()
             ),
-            queued=self._queue.ahead(session_id, reads) + len(self._running),
+            queued=self.queue.ahead(session_id, reads) + len(self._running),
             prefill_tokens_per_second=prefill_tokens_per_second,
         )
 
-    def queue(self, chunk: Chunk, session_ids: list[int]) -> bool:
-        """Queue what the chunk lacks. False if the store lacks it too: the chunk cannot come."""
+    def enqueue(self, chunk: Chunk, session_ids: Iterable[int]) -> bool:
+        """Queue the absent segments of a chunk. False if the store lacks one of them."""
         absent = [s for s in chunk.segments if s.state is SegmentState.ABSENT]
         in_store = chunk.realm.obtainable(chunk.key)
         if not all(in_store >> segment.rank & 1 for segment in absent):
             return False
         for segment in absent:
             for session_id in session_ids:
-                self._queue.add(session_id, segment)
+                self.queue.add(session_id, segment)
         return True
 
-    def forget(self, chunk: Chunk) -> None:
-        """Nobody waits for the chunk any more: its reads lose their place in the queue."""
+    def cancel(self, chunk: Chunk) -> None:
+        """Remove a chunk from the queue."""
         for segment in chunk.segments:
-            self._queue.discard(segment)
+            self.queue.discard(segment)
 
-    def leave(self, session_id: int) -> None:
-        """A session is over."""
-        self._queue.leave(session_id)
-
-    # --- reading -----------------------------------------------------------------------------
+    # --- reading -------------------------------------------------------------------------------
 
     def resumed(self) -> None:
-        """Others had their turn."""
+        """`Resumed` arrived."""
         self._resuming = False
 
     def pump(self, now: float) -> Iterator[tuple[Chunk, Outcome]]:
-        """Start as many reads as may run; of many, a few at a time.
+        """Start as many reads as may run, and of those at most `begun_max`.
 
-        Yields each chunk that cannot come, with the reason. The caller cuts the lookups that wait
-        for it before it goes on, so that nothing is read that only they wanted.
+        Yields each chunk that cannot be read, with the reason. The caller cuts the lookups that
+        wait for it before the next step, so that nothing is read for them alone.
         """
         if self._resuming:
             return
@@ -237,51 +210,54 @@ class Reads:
             if not self._breaker.passes(now):
                 yield from self._pause()
                 break
-            segment = self._queue.take()
+            segment = self.queue.take()
             if segment is None:
                 break
-            chunk = segment.chunk
             if segment.state is not SegmentState.ABSENT:
                 continue
+            chunk = segment.chunk
             realm = chunk.realm
-            sources = realm.segment_sources.sources(realm.stored.get(chunk.key), segment.rank)
+            sources = realm.segment_sources.sources(realm.stored.mask(chunk.key), segment.rank)
             if not sources:
                 yield chunk, Outcome.MISSING
             elif not self._host.reserve(segment, Cause.READ):
                 yield chunk, Outcome.FULL
             else:
-                self._last_read_id += 1
-                self._running[self._last_read_id] = segment
-                self._starts[self._last_read_id] = self._planner.read_started(now)
-                self._breaker.begin(now)
-                self._emit(
-                    Read(
-                        read_id=self._last_read_id,
-                        realm_id=realm.realm_id,
-                        rank=segment.rank,
-                        slot=segment.slot,
-                        key=chunk.key,
-                        sources=sources,
-                        tenant=chunk.tenant,
-                    )
-                )
+                self._start(segment, sources, now)
+
+    def _start(self, segment: HostSegment, sources: tuple[int, ...], now: float) -> None:
+        chunk = segment.chunk
+        self._last_read_id += 1
+        self._running[self._last_read_id] = (segment, self._planner.read_started(now))
+        self._breaker.begin(now)
+        self._emit(
+            Read(
+                read_id=self._last_read_id,
+                realm_id=chunk.realm.realm_id,
+                rank=segment.rank,
+                slot=segment.slot,
+                key=chunk.key,
+                sources=sources,
+                tenant=chunk.tenant,
+            )
+        )
 
     def _resume(self) -> None:
-        if self._queue:
+        if self.queue:
             self._resuming = True
             self._emit(Resume())
 
     def _pause(self) -> Iterator[tuple[Chunk, Outcome]]:
-        """Nothing is read for now. While a trial runs the others wait for how it ends."""
+        """Give up all queued reads. During a trial they wait for its result instead."""
         if self._breaker.state is BreakerState.OPEN:
-            while (segment := self._queue.take()) is not None:
+            while (segment := self.queue.take()) is not None:
                 self._counters.reads_paused += 1
                 yield segment.chunk, Outcome.FAILED
 
     def ended(self, event: ReadDone, now: float) -> tuple[Chunk, Outcome] | None:
-        """A read ended. Returns its chunk with the reason if that cannot come now."""
-        segment = self._running.pop(event.read_id)
-        self._planner.read_ended(self._starts.pop(event.read_id), now, event.num_bytes)
+        """A read ended. Returns the chunk and the reason if it failed."""
+        segment, start = self._running.pop(event.read_id)
+        self._planner.read_ended(start, now, event.num_bytes)
         chunk = segment.chunk
         if event.outcome in (StoreOutcome.UNAVAILABLE, StoreOutcome.EXPIRED):
             self._breaker.failed(now)
@@ -290,7 +266,7 @@ class Reads:
         if event.outcome is StoreOutcome.OK:
             self._counters.bytes_read += event.num_bytes
             self._tenants.counters(chunk.tenant).bytes_read += event.num_bytes
-            if self._host.arrived(segment, event.num_blocks, event.parent) and chunk.loadable:
+            if self._host.filled(segment, event.num_blocks, event.parent) and chunk.loadable:
                 self._counters.chunks_read += 1
             return None
         self._note_failure(segment, event)
@@ -305,7 +281,7 @@ class Reads:
             self._store.quarantine(realm, key, bit)
         elif outcome is StoreOutcome.MISSING:
             self._counters.reads_missing += 1
-            self._store.lost(realm, key, bit)
+            self._store.missing(realm, key, bit)
         elif outcome is StoreOutcome.UNREADABLE:
             self._counters.reads_unreadable += 1
             self._store.unusable(realm, key, bit)
@@ -316,10 +292,10 @@ class Reads:
             self._counters.reads_garbled += event.garbled
 
 
-def can_come(realm: Realm, key: bytes, chunk: Chunk | None) -> bool:
-    """Whether what a chunk lacks in host memory is on its way or can be read."""
+def can_complete(realm: Realm, key: bytes, chunk: Chunk | None) -> bool:
+    """Whether all segments of a chunk are in host memory, being read, or in the store."""
     if not realm.readable or None in realm.layouts:
-        # Without a rank's layout there is no slot to read into.
+        # A rank whose layout is unknown has no slot to read into.
         return False
     mask = realm.obtainable(key)
     if chunk is not None:

@@ -1,12 +1,11 @@
-"""What an earlier life of the sidecar left: unclaimed slots, and chunks that the store may lack.
+"""State of an earlier run: unclaimed slots, and chunks that the store may lack.
 
-At the start there are no realms: they come with the engines that attach. Until a worker says what
-its rank's chunks look like, a restored slot is kept here, by what it holds. Owns that and the order
-in which slots are given up: whoever needs room takes it from here first, since nobody may ever come
-for them. Owns the interface to the host pool (`SlotAllocator`; `sidecar/data/pool_slots.py` is the
-pool behind it, tests have their own). Does not own slots or the ledger (`host_tier.py`).
+After a start there are no realms; they come with the engines that attach. A restored slot stays
+here until a worker attaches whose namespace and geometry it has. Owns these slots, the order in
+which they are given up, and the interface to the host pool (`SlotAllocator`, implemented by
+`sidecar/data/pool_slots.py`). Does not own the slots of chunks (`host_tier.py`).
 
-Invariant: a slot is here, or was claimed, or was given up.
+Invariant: a restored slot is here, or was claimed, or was given up.
 """
 
 from __future__ import annotations
@@ -23,34 +22,34 @@ if TYPE_CHECKING:
 
 
 class SlotAllocator(Protocol):
-    """What the engine needs of the host pool."""
+    """What the engine needs of the host pool. Slots are named by their byte offset."""
 
     def slot_class(self, layout: ChunkLayout) -> int:
         """The class of slots that hold one segment of this geometry."""
         ...
 
     def allocate(self, class_id: int) -> int | None:
-        """A free slot's offset, or None."""
+        """Allocate a slot; None if none is free."""
         ...
 
     def set_tag(self, offset: int, tag: bytes) -> None:
-        """Note what a slot is that was just allocated; it comes back with the slot."""
+        """Set the tag of a slot that was just allocated; it returns with the slot."""
         ...
 
     def seal(self, offset: int) -> None:
-        """A slot is whole: it may come back after a restart."""
+        """Mark a slot as complete: it returns after a restart."""
         ...
 
     def unseal(self, offset: int) -> None:
-        """A slot is not to come back, though it is not free yet."""
+        """Mark a slot as not to return, though it is not free yet."""
         ...
 
     def touch(self, offset: int) -> None:
-        """A sealed slot was used."""
+        """Note the use of a sealed slot."""
         ...
 
     def free(self, offset: int) -> None:
-        """Give a slot back."""
+        """Free a slot."""
         ...
 
     def class_of(self, offset: int) -> int:
@@ -58,16 +57,16 @@ class SlotAllocator(Protocol):
         ...
 
     def slot_bytes(self, class_id: int) -> int:
-        """Bytes of one slot of a class."""
+        """Size of the slots of a class."""
         ...
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all slots together."""
+        """Size of all slots together."""
         ...
 
     def free_bytes(self) -> int:
-        """Bytes of the slots that could be allocated now."""
+        """Size of the free slots together."""
         ...
 
 
@@ -79,107 +78,105 @@ class RestoredSlots:
         # Each in the order of last use.
         self._by_kind: dict[tuple[bytes, ChunkLayout], OrderedDict[int, RestoredSlot]] = {}
         self._by_class: dict[int, OrderedDict[int, RestoredSlot]] = {}
-        # Each slot's class, in the order of places: slabs get empty one after the other.
-        self._by_place: OrderedDict[int, int] = OrderedDict()
+        # The class of each slot, by offset: slabs become empty one after the other.
+        self._by_offset: OrderedDict[int, int] = OrderedDict()
         self.num_bytes = 0
 
     def __len__(self) -> int:
-        return len(self._by_place)
+        return len(self._by_offset)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._by_place)
+        return iter(self._by_offset)
 
-    def holds(self, found: RestoredSlot) -> bool:
-        """Whether a slot was neither claimed nor given up."""
-        return found.slot in self._by_place
+    def __contains__(self, restored: RestoredSlot) -> bool:
+        return restored.slot in self._by_offset
 
-    def restore(self, found: tuple[RestoredSlot, ...]) -> None:
-        """Take slots in, once and for all."""
-        assert not self._by_place, "there is one restart in a life"
-        for one in sorted(found, key=lambda one: one.used):
+    def restore(self, restored: tuple[RestoredSlot, ...]) -> None:
+        """Add all slots, once."""
+        assert not self._by_offset, "called twice"
+        for one in sorted(restored, key=lambda one: one.used):
             class_id = self._slots.class_of(one.slot)
             self._by_kind.setdefault((one.namespace, one.geometry), OrderedDict())[one.slot] = one
             self._by_class.setdefault(class_id, OrderedDict())[one.slot] = one
             self.num_bytes += self._slots.slot_bytes(class_id)
-        for slot in sorted(one.slot for one in found):
-            self._by_place[slot] = self._slots.class_of(slot)
+        for slot in sorted(one.slot for one in restored):
+            self._by_offset[slot] = self._slots.class_of(slot)
 
     def matching(self, namespace: bytes, layout: ChunkLayout, class_id: int) -> list[RestoredSlot]:
-        """Slots for a rank: of its namespace and geometry, and stored by a realm of its chunk size.
+        """Slots of this namespace and geometry, stored with the same chunk size.
 
-        The class tells the chunk size: a slot is as large as a full chunk, whatever is in it. Keys
-        would be right for another chunk size too, but hardly any would ever be asked for.
+        The class implies the chunk size, because a slot always has the size of a full chunk. Keys
+        of another chunk size would be valid, but almost none would ever be looked up.
         """
         return [
             one
             for one in self._by_kind.get((namespace, layout.geometry), {}).values()
-            if one.num_blocks <= layout.blocks_per_chunk and self._by_place[one.slot] == class_id
+            if one.num_blocks <= layout.blocks_per_chunk and self._by_offset[one.slot] == class_id
         ]
 
-    def claim(self, found: RestoredSlot) -> None:
-        """Take one slot out."""
-        class_id = self._by_place.pop(found.slot)
+    def claim(self, restored: RestoredSlot) -> None:
+        """Remove a slot."""
+        class_id = self._by_offset.pop(restored.slot)
         self.num_bytes -= self._slots.slot_bytes(class_id)
-        del self._by_class[class_id][found.slot]
-        del self._by_kind[found.namespace, found.geometry][found.slot]
+        del self._by_class[class_id][restored.slot]
+        del self._by_kind[restored.namespace, restored.geometry][restored.slot]
 
     def give_up(self, class_id: int) -> int | None:
-        """Take the slot out that helps to get one of `class_id`; None if there is none at all.
+        """Remove a slot to make room for one of `class_id`; None if there is none.
 
-        Of the class, the one that was not used for longest; else the first in the pool, for a slab
-        of another class is of use only when all of it is free.
+        The least recently used of the class; else the first in the pool, because a slab of another
+        class is of use only when it is entirely free.
         """
-        found = next(iter(self._by_class.get(class_id, {}).values()), None)
-        if found is None and self._by_place:
-            slot, other = next(iter(self._by_place.items()))
-            found = self._by_class[other][slot]
-        if found is None:
+        restored = next(iter(self._by_class.get(class_id, {}).values()), None)
+        if restored is None and self._by_offset:
+            slot, other = next(iter(self._by_offset.items()))
+            restored = self._by_class[other][slot]
+        if restored is None:
             return None
-        self.claim(found)
-        return found.slot
+        self.claim(restored)
+        return restored.slot
 
 
 class Backfill:
-    """Restored chunks that the store may lack, in the order of offering; the newest is taken first.
+    """Restored chunks that the store may lack; the newest is written first.
 
-    They are written when there is nothing else to write. What the store holds is known from its
-    catalog only, so a chunk waits here until the catalog of its realm was read. A drain does not
-    wait for what is offered, and a chunk that is evicted before its turn was promised to nobody.
+    They are written when no other write is queued. What the store holds is known only after the
+    catalog of the realm was read, so a chunk stays here until then. A drain does not wait for them.
     """
 
     def __init__(self) -> None:
         self._caught_up: set[int] = set()
-        # Of realms whose catalog was not read yet, and of the others.
-        self._unread: dict[int, dict[Chunk, None]] = {}
+        self._catalog_unread: dict[int, dict[Chunk, None]] = {}
+        """By realm."""
         self._ready: dict[Chunk, None] = {}
 
     def add(self, chunk: Chunk) -> None:
-        """Offer a chunk."""
+        """Add a chunk."""
         if chunk.realm.realm_id in self._caught_up:
             self._ready[chunk] = None
         else:
-            self._unread.setdefault(chunk.realm.realm_id, {})[chunk] = None
+            self._catalog_unread.setdefault(chunk.realm.realm_id, {})[chunk] = None
 
     def caught_up(self, realm_id: int) -> None:
-        """The catalog of a realm was read to its end: what it does not name, the store lacks."""
+        """The catalog of a realm was read: the store lacks what it does not name."""
         self._caught_up.add(realm_id)
-        self._ready.update(self._unread.pop(realm_id, {}))
+        self._ready.update(self._catalog_unread.pop(realm_id, {}))
 
     def forget_realm(self, realm_id: int) -> None:
-        """A realm without chunks is forgotten."""
+        """Forget a realm without chunks."""
         self._caught_up.discard(realm_id)
-        self._unread.pop(realm_id, None)
+        self._catalog_unread.pop(realm_id, None)
 
     def take(self) -> Chunk | None:
-        """The newest chunk that can be judged; it is no longer offered."""
+        """Remove and return the newest chunk of the realms whose catalog was read."""
         return self._ready.popitem()[0] if self._ready else None
 
-    def forget(self, chunk: Chunk) -> None:
-        """A chunk left the host tier."""
+    def discard(self, chunk: Chunk) -> None:
+        """Remove a chunk that left the host tier."""
         self._ready.pop(chunk, None)
-        self._unread.get(chunk.realm.realm_id, {}).pop(chunk, None)
+        self._catalog_unread.get(chunk.realm.realm_id, {}).pop(chunk, None)
 
-    def withdraw(self) -> None:
-        """Take all of them back."""
-        self._unread.clear()
+    def clear(self) -> None:
+        """Remove all chunks."""
+        self._catalog_unread.clear()
         self._ready.clear()

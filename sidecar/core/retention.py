@@ -1,14 +1,10 @@
-"""What a request said of the chunks that it stores: until when they are kept, and where.
+"""Retention of chunks: until when they are kept, and whether they may go to the object store.
 
-Owns the rule, its place in the tag of a slot (which comes back with the slot after a restart), and
-the order in which chunks are to be forgotten. Does not own how one is removed (`host_tier.py`), nor
-what is written (`writes.py`).
+Owns the rule, its encoding in the tag of a slot (the tag returns with the slot after a restart),
+and the order of expiry. Does not own removal (`host_tier.py`) or writes (`writes.py`).
 
-A time is on the engine's clock, which counts from the start of the machine: a pool is not taken
-over after the machine was started anew, so what a tag says is still right where it is read.
-
-Invariants: pure; what is in the order for nothing any more (its chunk went, or was stored again) is
-at most as much as what is in it for something, and a constant.
+Times are on the engine's clock, which starts with the machine. A pool is not taken over after a
+reboot, so the time in a tag is valid wherever it is read. Pure.
 """
 
 from __future__ import annotations
@@ -28,15 +24,14 @@ if TYPE_CHECKING:
     from sidecar.core.directory import Chunk
 
 _TAG: Final = struct.Struct(f"<{TENANT_BYTES}sQ")
-_STAYS: Final = 1
-_MS_SHIFT: Final = 1
+"""Tenant, then milliseconds (63 bits, 0 for never) and the flag `stays` in the lowest bit."""
 _MS_MAX: Final = (1 << 63) - 1
 _NO_TENANT: Final = bytes(TENANT_BYTES)
-_IDLE_MAX: Final = 1024
+_STALE_MAX: Final = 1024
 
 
 class Retention(NamedTuple):
-    """Until when chunks are kept (`math.inf`: until they are evicted), and whether on this node."""
+    """When a chunk expires (`math.inf`: never), and whether it stays on this node."""
 
     expires_at: float = math.inf
     stays: bool = False
@@ -46,48 +41,52 @@ FOR_EVER: Final = Retention()
 
 
 def slot_tag(tenant: bytes, retention: Retention) -> bytes:
-    """The tag of a slot: whose it is, and how long it may be found. Zeros: nobody's, for ever."""
+    """The tag of a slot: its tenant and retention. All zeros: no tenant, for ever."""
     ms = 0
     if retention.expires_at < math.inf:
-        # Rounded down, and never to none at all.
+        # Rounded down, but never to 0, which means never.
         ms = min(max(int(retention.expires_at * 1000), 1), _MS_MAX)
-    return _TAG.pack(tenant or _NO_TENANT, ms << _MS_SHIFT | retention.stays * _STAYS)
+    return _TAG.pack(tenant or _NO_TENANT, ms << 1 | retention.stays)
 
 
 def read_tag(tag: bytes) -> tuple[bytes, Retention]:
     """Tenant and retention of a slot with this tag."""
     tenant, word = _TAG.unpack(tag)
-    ms = word >> _MS_SHIFT
-    retention = Retention(ms / 1000 if ms else math.inf, stays=bool(word & _STAYS))
+    ms = word >> 1
+    retention = Retention(ms / 1000 if ms else math.inf, stays=bool(word & 1))
     return (b"" if tenant == _NO_TENANT else tenant), retention
 
 
 class Expiries:
-    """What is to be forgotten, soonest first: chunks, and slots that nobody has claimed."""
+    """Chunks and unclaimed slots that expire, soonest first.
+
+    Invariant: stale entries (the chunk left, or has another time) are at most as many as valid
+    ones, and a constant.
+    """
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Chunk | RestoredSlot]] = []
         self._numbers = itertools.count()
-        self._sweep_at = _IDLE_MAX
+        self._sweep_at = _STALE_MAX
 
     def __len__(self) -> int:
         return len(self._heap)
 
     def add(self, expires_at: float, what: Chunk | RestoredSlot) -> None:
-        """Note one; what was noted of it before may stay noted."""
+        """Add an entry; earlier entries of the same chunk may stay."""
         heapq.heappush(self._heap, (expires_at, next(self._numbers), what))
         if len(self._heap) > self._sweep_at:
-            self._heap = [entry for entry in self._heap if _counts(entry[0], entry[2])]
+            self._heap = [entry for entry in self._heap if _is_valid(entry[0], entry[2])]
             heapq.heapify(self._heap)
-            self._sweep_at = 2 * len(self._heap) + _IDLE_MAX
+            self._sweep_at = 2 * len(self._heap) + _STALE_MAX
 
     def due(self, now: float) -> Iterator[Chunk | RestoredSlot]:
-        """Take out what was noted for now or earlier."""
+        """Remove and yield the entries that are due."""
         while self._heap and self._heap[0][0] <= now:
             yield heapq.heappop(self._heap)[2]
 
 
-def _counts(expires_at: float, what: Chunk | RestoredSlot) -> bool:
+def _is_valid(expires_at: float, what: Chunk | RestoredSlot) -> bool:
     if isinstance(what, RestoredSlot):
         return True
-    return not what.detached and not what.vacant and what.expires_at == expires_at
+    return not what.detached and not what.empty and what.expires_at == expires_at

@@ -1,64 +1,179 @@
-"""What the store holds, for one realm, in some 30 bytes per chunk.
+"""What the store holds for one realm, in about 30 bytes per chunk.
 
-Owns one entry per chunk: 16 bytes of its key, the mask of segments that are in the store, and when
-the newest of them was written; and what the bits of a mask stand for (`SegmentSources`). Does not
-own what follows from an entry (`store_view.py`).
+Owns one entry per chunk (16 bytes of its key, the mask of segments in the store, the time of the
+newest write), and the catalog's rows as columns (`ListedRows`, `StoredColumns`). Does not own what
+follows from a row (`store_view.py`).
 
-Sorted numpy columns, in 1024 shards by a key's first bits, so that making room in one takes a
-fraction of a millisecond at ten million chunks. A few new entries wait in a dict, and are merged
-into the columns when they are more than a fraction of them; many at once are merged at once
-(`offer`). Half of a key tells two chunks apart (as in the shared index), and a pair that it does
-not tell apart costs a read that is refused by its checks.
+A table is 1024 shards by the first bits of the key, so that growing one takes a fraction of a
+millisecond at ten million chunks. A shard is sorted numpy columns and a memtable: a dict of new
+entries, merged into the columns once it exceeds a fraction of them. Many entries at once are merged
+at once (`add`). As in the shared index, half a key identifies a chunk; a collision costs one read
+that fails verification.
 
-Invariants: pure, no randomness; an entry is in the dict or in the columns, never in both; whatever
-the keys are, finding one takes a number of steps that is logarithmic in their number.
+Invariants: pure, no randomness; an entry is in the memtable or in the columns, never in both;
+finding one takes a number of steps logarithmic in their number, whatever the keys are.
 
-Rejected: open addressing, which is as fast for one entry but needs a third more memory, and cannot
-be filled by columns without going from slot to slot for each.
+Rejected: open addressing. It is as fast for one entry, but needs a third more memory, and cannot be
+filled by columns without visiting a slot per entry.
 """
 
 from __future__ import annotations
 
 import struct
 from bisect import bisect_left, bisect_right
-from typing import TYPE_CHECKING, Any, Final, cast
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from tiers.kv.reshard import cover
-
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from tiers.kv.layout import Segment
-
+KEY_BYTES: Final = 32
+TAG_BYTES: Final = 16
 SHARD_BITS: Final = 10
 SHARDS: Final = 1 << SHARD_BITS
 FEW: Final = 12
-"""So many are offered to a shard in less time one by one than by columns."""
-TAG_BYTES: Final = 16
-HEAD_MIN: Final = 8
-HEAD_SHARES: Final = range(16, 32)
-"""Entries wait outside of the columns while they are fewer than one for so many within.
+"""Up to this many entries of a shard are added one by one: faster than by columns."""
+MEMTABLE_MIN: Final = 8
+MEMTABLE_SHARES: Final = range(16, 32)
+"""A memtable has at most one entry for this many in the columns.
 
-Shards differ in it, so that a refresh does not have all of them merged at once.
+Shards differ in it, so that they are not all merged at the same time.
 """
-HEAD_ENTRY_BYTES: Final = 320
-"""What one that waits takes in Python's heap, rounded up."""
+MEMTABLE_ENTRY_BYTES: Final = 320
+"""Heap memory of an entry of the memtable, rounded up."""
 _SHARD_SHIFT: Final = np.uint64(64 - SHARD_BITS)
 _TAG: Final = struct.Struct(">QQ")
 _NOTHING: Final = (0, 0)
 
+Keys = npt.NDArray[np.uint8]
+"""Shape [n, 32]."""
 Column = npt.NDArray[Any]
 Words = npt.NDArray[np.uint64]
 Longs = npt.NDArray[np.int64]
 Masks = npt.NDArray[np.uint8]
-"""Shape [n, width]: each mask little-endian, in as many bytes as the widest needs."""
+"""Shape [n, width]: little-endian masks, as wide as the widest needs."""
 
 
-def tags_of(keys: npt.NDArray[np.uint8]) -> tuple[Words, Words]:
-    """The two words of each key (shape [n, 32]) by which entries are told apart, and sorted."""
+class ListedRow(NamedTuple):
+    """One row of the catalog."""
+
+    key: bytes
+    mask: int
+    """Its ranks, as bits, or the bit of a segment of another parallel layout."""
+    written_at: int
+    """Microseconds since 1970, by the clock of the writer."""
+    withdrawn: bool
+    """The segments left the store, unless they were written later than this."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ListedRows:
+    """Columns of `ListedRow`, of equal length and immutable."""
+
+    keys: Keys
+    masks: tuple[int, ...]
+    """The distinct masks; `masks[mask_ids[i]]` is that of row i."""
+    mask_ids: npt.NDArray[np.integer[Any]]
+    written_at: Longs
+    withdrawn: npt.NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __iter__(self) -> Iterator[ListedRow]:
+        columns = zip(
+            key_list(self.keys),
+            self.mask_ids.tolist(),
+            self.written_at.tolist(),
+            self.withdrawn.tolist(),
+            strict=True,
+        )
+        for key, mask_id, written_at, withdrawn in columns:
+            yield ListedRow(key, self.masks[mask_id], written_at, withdrawn)
+
+    def take(self, chosen: slice | npt.NDArray[Any]) -> ListedRows:
+        """The rows of this slice, array of indexes, or boolean mask."""
+        return ListedRows(
+            self.keys[chosen],
+            self.masks,
+            self.mask_ids[chosen],
+            self.written_at[chosen],
+            self.withdrawn[chosen],
+        )
+
+    def within(self, known: int) -> ListedRows:
+        """The rows that name a bit of `known`, reduced to these bits."""
+        masks = tuple(mask & known for mask in self.masks)
+        part = replace(self, masks=masks)
+        named = np.array(masks, dtype=object).astype(np.bool_)
+        return part if named.all() else part.take(named[self.mask_ids])
+
+    def sorted(self) -> ListedRows:
+        """The same rows in the order of their keys; rows of one key keep their order."""
+        high, low = tags_of(self.keys)
+        before, after = high[:-1], high[1:]
+        if np.all((before < after) | ((before == after) & (low[:-1] <= low[1:]))):
+            return self
+        return self.take(np.lexsort((low, high)))
+
+
+def key_list(keys: Keys) -> list[bytes]:
+    """The rows of an array of keys."""
+    joined = keys.tobytes()
+    return [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]
+
+
+def listed_rows(rows: Sequence[ListedRow]) -> ListedRows:
+    """The columns of these rows."""
+    masks = tuple(dict.fromkeys(row.mask for row in rows))
+    number = {mask: index for index, mask in enumerate(masks)}
+    joined = b"".join([row.key for row in rows])
+    return ListedRows(
+        keys=np.frombuffer(joined, dtype=np.uint8).reshape(len(rows), KEY_BYTES),
+        masks=masks,
+        mask_ids=np.array([number[row.mask] for row in rows], dtype=np.intp),
+        written_at=np.array([row.written_at for row in rows], dtype=np.int64),
+        withdrawn=np.array([row.withdrawn for row in rows], dtype=np.bool_),
+    )
+
+
+class StoredColumns(NamedTuple):
+    """One row per key, sorted by key."""
+
+    keys: Keys
+    high: Words
+    low: Words
+    masks: Masks
+    written_at: Longs
+    """Of the newest write."""
+
+
+def merged_by_key(rows: ListedRows) -> StoredColumns:
+    """Rows, none of them withdrawn or with an empty mask, merged to one per key."""
+    rows = rows.sorted()
+    high, low = tags_of(rows.keys)
+    width = max((mask.bit_length() + 7) // 8 for mask in rows.masks)
+    masks = packed(list(rows.masks), width)[rows.mask_ids]
+    written_at = np.maximum(rows.written_at, 1)
+    new = np.ones(len(rows), dtype=np.bool_)
+    new[1:] = (high[1:] != high[:-1]) | (low[1:] != low[:-1])
+    if new.all():
+        return StoredColumns(rows.keys, high, low, masks, written_at)
+    starts = np.flatnonzero(new)
+    return StoredColumns(
+        rows.keys[starts],
+        high[starts],
+        low[starts],
+        np.bitwise_or.reduceat(masks, starts, axis=0),
+        np.maximum.reduceat(written_at, starts),
+    )
+
+
+def tags_of(keys: Keys) -> tuple[Words, Words]:
+    """The two words of each key by which entries are identified and sorted."""
     words = np.ascontiguousarray(keys[:, :TAG_BYTES]).view(">u8").astype(np.uint64)
     return np.ascontiguousarray(words[:, 0]), np.ascontiguousarray(words[:, 1])
 
@@ -79,7 +194,7 @@ def widened(masks: Masks, width: int) -> Masks:
 
 
 def distinct(masks: Masks) -> tuple[list[int], npt.NDArray[np.intp]]:
-    """The masks that there are, and for each row which of them it is."""
+    """The distinct masks, and for each row the index of its mask."""
     if masks.shape[1] > 8:
         rows = np.ascontiguousarray(masks).view(f"V{masks.shape[1]}").ravel()
         found, places = np.unique(rows, return_inverse=True)
@@ -95,21 +210,14 @@ def _tags(high: Words, low: Words) -> Iterator[bytes]:
     return map(_TAG.pack, high.tolist(), low.tolist())
 
 
-def _shard_of(key: bytes) -> int:
-    return (key[0] << 8 | key[1]) >> (16 - SHARD_BITS)
-
-
 class _Shard:
-    """One part: columns sorted by tag, and a dict of what is not in them yet.
+    """Columns sorted by tag, and the memtable. An entry of the columns with mask 0 is dead."""
 
-    An entry of the columns is dead while its mask is 0.
-    """
-
-    __slots__ = ("_share", "columns", "dead", "head", "high", "low", "masks", "times", "width")
+    __slots__ = ("_share", "columns", "dead", "high", "low", "masks", "memtable", "times", "width")
 
     def __init__(self, width: int, share: int) -> None:
         self._share = share
-        self.head: dict[bytes, tuple[int, int]] = {}
+        self.memtable: dict[bytes, tuple[int, int]] = {}
         self.dead = 0
         empty: Words = np.zeros(0, dtype=np.uint64)
         self._put(empty, empty, np.zeros((0, width), np.uint8), np.zeros(0, np.int64))
@@ -125,17 +233,17 @@ class _Shard:
 
     @property
     def size_bytes(self) -> int:
-        return len(self.high) * (24 + self.width) + len(self.head) * HEAD_ENTRY_BYTES
+        return len(self.high) * (24 + self.width) + len(self.memtable) * MEMTABLE_ENTRY_BYTES
 
     def find(self, tag: bytes) -> int:
-        """Where the columns have an entry, dead or not, or -1."""
+        """The index of a tag in the columns, dead or not, or -1."""
         high, low = _TAG.unpack(tag)
         highs, lows = self.high, self.low
         at = bisect_left(highs, high)
         if at == len(highs) or highs[at] != high:
             return -1
         if lows[at] != low:
-            # Keys that were made to be alike, and then in order of the other word.
+            # Tags with the same first word are sorted by the second.
             end = bisect_right(highs, high, at)
             at = bisect_left(lows, low, at, end)
             if at == end or lows[at] != low:
@@ -143,9 +251,9 @@ class _Shard:
         return at
 
     def get(self, tag: bytes) -> tuple[int, int]:
-        held = self.head.get(tag)
-        if held is not None:
-            return held
+        entry = self.memtable.get(tag)
+        if entry is not None:
+            return entry
         at = self.find(tag)
         mask = 0 if at < 0 else self.mask(at)
         return (mask, self.times[at]) if mask else _NOTHING
@@ -154,20 +262,20 @@ class _Shard:
         return int.from_bytes(self.masks[at * self.width : (at + 1) * self.width], "little")
 
     def set(self, tag: bytes, mask: int, time: int) -> int:
-        """Set an entry, or remove it with mask 0; returns by how many there are more now."""
-        waits = tag in self.head
-        at = -1 if waits else self.find(tag)
+        """Set an entry, or remove it with mask 0; returns the change of the number of entries."""
+        known = tag in self.memtable
+        at = -1 if known else self.find(tag)
         if at >= 0:
             more = self._write(at, mask, time)
             if self.dead * 4 > len(self.high):
-                self.settle()
+                self.merge()
             return more
         if not mask:
-            self.head.pop(tag, None)
-            return -waits
-        self.head[tag] = (mask, time)
-        self._settle_if_due()
-        return not waits
+            self.memtable.pop(tag, None)
+            return -known
+        self.memtable[tag] = (mask, time)
+        self._merge_if_due()
+        return not known
 
     def _write(self, at: int, mask: int, time: int) -> int:
         more = bool(mask) - bool(self.mask(at))
@@ -176,9 +284,9 @@ class _Shard:
         self.masks[at * self.width : (at + 1) * self.width] = mask.to_bytes(self.width, "little")
         return more
 
-    def _settle_if_due(self) -> None:
-        if len(self.head) > max(HEAD_MIN, len(self.high) // self._share):
-            self.settle()
+    def _merge_if_due(self) -> None:
+        if len(self.memtable) > max(MEMTABLE_MIN, len(self.high) // self._share):
+            self.merge()
 
     def widen(self, width: int) -> None:
         """Make room for wider masks."""
@@ -186,58 +294,57 @@ class _Shard:
             high, low, masks, times = self.columns
             self._put(high, low, widened(masks, width), times)
 
-    def settle(self) -> None:
-        """Take what waits into the columns, and the dead out of them."""
+    def merge(self) -> None:
+        """Move the memtable into the columns, and drop the dead entries."""
         if self.dead:
             live = self.columns[2].any(axis=1)
             high, low, masks, times = self.columns
             self._put(high[live], low[live], masks[live], times[live])
             self.dead = 0
-        if not self.head:
+        if not self.memtable:
             return
-        words = np.frombuffer(b"".join(self.head), dtype=">u8").astype(np.uint64).reshape(-1, 2)
+        words = np.frombuffer(b"".join(self.memtable), dtype=">u8").astype(np.uint64).reshape(-1, 2)
         order = np.lexsort((words[:, 1], words[:, 0]))
-        masks = packed([mask for mask, _ in self.head.values()], self.width)
-        times = np.array([time for _, time in self.head.values()], dtype=np.int64)
-        self.head = {}
+        masks = packed([mask for mask, _ in self.memtable.values()], self.width)
+        times = np.array([time for _, time in self.memtable.values()], dtype=np.int64)
+        self.memtable = {}
         self._insert(words[order, 0], words[order, 1], masks[order], times[order])
 
-    def offer(self, high: Words, low: Words, masks: Masks, times: Longs) -> Masks:
-        """Add `masks` to what these tags, sorted and unique, have; returns what they had.
+    def add(self, high: Words, low: Words, masks: Masks, times: Longs) -> Masks:
+        """Add `masks` to the entries of these tags, sorted and unique; returns the masks before.
 
-        A time is the later one of both.
+        The time of an entry is the later one of both.
         """
         if len(high) <= FEW:
-            return self._offer_each(high, low, masks, times)
+            return self._add_each(high, low, masks, times)
+        if self.memtable and len(high) * self._share > len(self.high):
+            self.merge()
         held = len(self.high)
-        if self.head and len(high) * self._share > held:
-            self.settle()
-            held = len(self.high)
         before: Masks = np.zeros(masks.shape, dtype=np.uint8)
-        where = np.searchsorted(self.columns[0], high)
-        near = np.minimum(where, max(0, held - 1))
-        alike = self.columns[0][near] == high if held else np.zeros(len(high), dtype=np.bool_)
-        same = alike & (self.columns[1][near] == low) if held else alike
+        if not held:
+            self._insert(high, low, masks, times)
+            return before
+        near = np.minimum(np.searchsorted(self.columns[0], high), held - 1)
+        alike = self.columns[0][near] == high
+        same = alike & (self.columns[1][near] == low)
         if np.any(alike & ~same):
-            return self._offer_each(high, low, masks, times)
+            return self._add_each(high, low, masks, times)
+        new = ~same
         if same.any():
             before[same] = self._join(near[same], masks[same], times[same])
             if same.all():
                 return before
-            new = ~same
             high, low, masks, times = high[new], low[new], masks[new], times[new]
-        else:
-            new = ~same
-        if self.head or len(high) * self._share < held:
-            before[new] = self._wait(high, low, masks, times)
+        if self.memtable or len(high) * self._share < held:
+            before[new] = self._add_each(high, low, masks, times, in_columns=False)
         else:
             if self.dead:
-                self.settle()
+                self.merge()
             self._insert(high, low, masks, times)
         return before
 
     def _join(self, at: npt.NDArray[np.intp], masks: Masks, times: Longs) -> Masks:
-        """Add to entries of the columns; returns what they had."""
+        """Add to entries of the columns; returns their masks before."""
         _, _, all_masks, all_times = self.columns
         before: Masks = all_masks[at]
         dead = ~before.any(axis=1)
@@ -246,33 +353,26 @@ class _Shard:
         self.dead -= int(np.count_nonzero(dead))
         return before
 
-    def _wait(self, high: Words, low: Words, masks: Masks, times: Longs) -> Masks:
-        """Add to what waits; the columns have none of it. Returns what they had."""
-        width, offered = masks.shape[1], masks.tobytes()
-        before: list[int] = []
-        for index, (tag, time) in enumerate(zip(_tags(high, low), times.tolist(), strict=True)):
-            mask = int.from_bytes(offered[index * width : (index + 1) * width], "little")
-            held, since = self.head.get(tag, _NOTHING)
-            self.head[tag] = (held | mask, max(time, since))
-            before.append(held)
-        self._settle_if_due()
-        return packed(before, width)
+    def _add_each(
+        self, high: Words, low: Words, masks: Masks, times: Longs, *, in_columns: bool = True
+    ) -> Masks:
+        """`add`, one by one: for few tags, or tags with the same first word.
 
-    def _offer_each(self, high: Words, low: Words, masks: Masks, times: Longs) -> Masks:
-        """The same as `offer`, one by one: for few, or tags that were made to be alike."""
-        width, offered = masks.shape[1], masks.tobytes()
+        With `in_columns` False the columns are known to have none of them.
+        """
+        width, added = masks.shape[1], masks.tobytes()
         before: list[int] = []
         for index, (tag, time) in enumerate(zip(_tags(high, low), times.tolist(), strict=True)):
-            mask = int.from_bytes(offered[index * width : (index + 1) * width], "little")
-            at = -1 if tag in self.head else self.find(tag)
+            mask = int.from_bytes(added[index * width : (index + 1) * width], "little")
+            at = self.find(tag) if in_columns and tag not in self.memtable else -1
             if at >= 0:
                 held = self.mask(at)
                 self._write(at, held | mask, max(time, self.times[at]) if held else time)
             else:
-                held, since = self.head.get(tag, _NOTHING)
-                self.head[tag] = (held | mask, max(time, since))
+                held, since = self.memtable.get(tag, _NOTHING)
+                self.memtable[tag] = (held | mask, max(time, since))
             before.append(held)
-        self._settle_if_due()
+        self._merge_if_due()
         return packed(before, width)
 
     def _insert(self, high: Words, low: Words, masks: Masks, times: Longs) -> None:
@@ -282,7 +382,7 @@ class _Shard:
         near = np.minimum(where, max(0, len(held[0]) - 1))
         given: tuple[Column, ...] = (high, low, masks, times)
         if len(held[0]) and np.any(held[0][near] == high):
-            # Keys that were made to be alike: their order is that of the second word.
+            # Tags with the same first word: the second one sorts them.
             joined: list[Any] = [
                 np.concatenate([before, added]) for before, added in zip(held, given, strict=True)
             ]
@@ -302,18 +402,18 @@ class _Shard:
         self._put(*merged)
 
     def entries(self) -> list[tuple[bytes, int]]:
-        """Tag and mask of each that is not dead, now."""
+        """Tag and mask of each entry that is not dead."""
         high, low, masks, _ = self.columns
         width, joined = self.width, masks.tobytes()
         values = [
             int.from_bytes(joined[at : at + width], "little") for at in range(0, len(joined), width)
         ]
         found = [(tag, mask) for tag, mask in zip(_tags(high, low), values, strict=True) if mask]
-        return found + [(tag, mask) for tag, (mask, _) in self.head.items()]
+        return found + [(tag, mask) for tag, (mask, _) in self.memtable.items()]
 
 
 class StoredChunks:
-    """Key -> mask of ranks and time, both positive."""
+    """A table from key to (mask of ranks, time of the newest write), both positive."""
 
     def __init__(self, world_size: int) -> None:
         self._width = (world_size + 7) // 8
@@ -325,32 +425,29 @@ class StoredChunks:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all entries."""
+        """Size of all entries."""
         return sum(shard.size_bytes for shard in self._shards if shard is not None)
 
-    def held(self, key: bytes) -> tuple[int, int]:
-        """The mask of `key` and when the newest segment was written; zeros where nothing is."""
-        shard = self._shards[_shard_of(key)]
+    def entry(self, key: bytes) -> tuple[int, int]:
+        """Mask and time of `key`; zeros if there is no entry."""
+        shard = self._shards[(key[0] << 8 | key[1]) >> (16 - SHARD_BITS)]
         return _NOTHING if shard is None else shard.get(key[:TAG_BYTES])
 
-    def get(self, key: bytes) -> int:
-        """The mask of `key`, 0 where there is none."""
-        return self.held(key)[0]
-
-    def time(self, key: bytes) -> int:
-        """When the newest segment of `key` was written; 0 where nothing is held."""
-        return self.held(key)[1]
+    def mask(self, key: bytes) -> int:
+        """The mask of `key`; 0 if there is no entry."""
+        return self.entry(key)[0]
 
     def set(self, key: bytes, mask: int, time: int) -> None:
         """Set an entry, or remove it with mask 0."""
-        shard = self._open(_shard_of(key), (mask.bit_length() + 7) // 8)
+        number = (key[0] << 8 | key[1]) >> (16 - SHARD_BITS)
+        shard = self._open(number, (mask.bit_length() + 7) // 8)
         self._live += shard.set(key[:TAG_BYTES], mask, max(1, time))
 
-    def offer(self, high: Words, low: Words, masks: Masks, times: Longs) -> Masks:
-        """Add masks, none of them 0, to the entries of these tags (`tags_of`, sorted and unique).
+    def add(self, high: Words, low: Words, masks: Masks, times: Longs) -> Masks:
+        """Add non-empty masks to the entries of these tags (`tags_of`, sorted and unique).
 
-        Times are positive; an entry's is the latest. Returns the masks that they had before, in
-        rows that may be wider than those given.
+        Times are positive; an entry keeps the latest. Returns the masks before, in rows that may
+        be wider than those given.
         """
         starts = np.searchsorted(high >> _SHARD_SHIFT, np.arange(SHARDS + 1, dtype=np.uint64))
         before: list[Masks] = []
@@ -358,108 +455,26 @@ class StoredChunks:
             part = slice(int(starts[number]), int(starts[number + 1]))
             shard = self._open(number, masks.shape[1])
             given = widened(masks[part], shard.width)
-            found = shard.offer(high[part], low[part], given, times[part])
+            found = shard.add(high[part], low[part], given, times[part])
             before.append(found)
             self._live += len(found) - int(np.count_nonzero(found.any(axis=1)))
         return np.concatenate([widened(one, self._width) for one in before])
 
-    def masks(self) -> Iterator[int]:
-        """The mask of every entry, in no order."""
-        for _, mask in self.names():
-            yield mask
-
     def names(self) -> Iterator[tuple[bytes, int]]:
         """The first half of every key, and its mask, in no order.
 
-        The table may change between two of them: what is there all the while is told once.
+        The table may change meanwhile: an entry that exists throughout is yielded once.
         """
-        for number in range(SHARDS):
-            shard = self._shards[number]
+        for shard in self._shards:
             if shard is not None:
                 yield from shard.entries()
 
     def _open(self, number: int, width: int) -> _Shard:
-        """A shard, made when it is first needed, that has masks of at least this width."""
+        """A shard, created on first use, with masks of at least this width."""
         self._width = max(self._width, width)
         shard = self._shards[number]
         if shard is None:
-            share = HEAD_SHARES[number % len(HEAD_SHARES)]
+            share = MEMTABLE_SHARES[number % len(MEMTABLE_SHARES)]
             shard = self._shards[number] = _Shard(self._width, share)
         shard.widen(width)
         return shard
-
-
-FOREIGN_MAX: Final = 32
-"""Segments of other cuts that a realm knows: those of 1, 2, 4, 8 and 16 ranks are 31."""
-
-ANSWERS_MAX: Final = 4096
-
-
-class SegmentSources:
-    """What the bits of a realm's masks stand for, and what a mask can give each rank.
-
-    A model is cut into segments by tensor and pipeline parallelism. Bit `r` of a mask below the
-    world size is the segment of rank `r`; a bit above is a segment of another cut of the model that
-    the catalog named. A rank's own segment is taken where the store has it. Else it is assembled
-    from others that overlap it.
-
-    Invariants: pure; a bit never changes what it stands for; answers depend on the mask only, so
-    they are remembered, at most `ANSWERS_MAX` of them.
-    """
-
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-        self._own: list[Segment | None] = [None] * world_size
-        self._foreign: list[Segment] = []
-        self._full = (1 << world_size) - 1
-        self._sources: dict[int, tuple[tuple[int, ...], ...]] = {}
-
-    @property
-    def known_mask(self) -> int:
-        """Bits that stand for something."""
-        return (1 << (self.world_size + len(self._foreign))) - 1
-
-    def learn(self, rank: int, segment: Segment) -> None:
-        """A rank's segment is known."""
-        self._own[rank] = segment
-        self._sources.clear()
-
-    def learn_foreign(self, segments: Sequence[Segment]) -> None:
-        """The segments of other cuts, by bit from `world_size` on; it only ever grows."""
-        if len(segments) > len(self._foreign):
-            self._foreign.extend(segments[len(self._foreign) : FOREIGN_MAX])
-            self._sources.clear()
-
-    def obtainable(self, mask: int) -> int:
-        """Ranks whose segment can be had from the segments in `mask`, as bits."""
-        own = mask & self._full
-        if own == mask or own == self._full:
-            return own
-        return sum(1 << rank for rank, found in enumerate(self._answer(mask)) if found)
-
-    def sources(self, mask: int, rank: int) -> tuple[int, ...]:
-        """Bits of the segments to read for a rank's: itself, or what covers it; empty: none do."""
-        return (rank,) if mask >> rank & 1 else self._answer(mask)[rank]
-
-    def _answer(self, mask: int) -> tuple[tuple[int, ...], ...]:
-        known = self._sources.get(mask)
-        if known is None:
-            if len(self._sources) >= ANSWERS_MAX:
-                self._sources.clear()
-            known = self._sources[mask] = tuple(
-                self._cover(mask, rank) for rank in range(self.world_size)
-            )
-        return known
-
-    def _cover(self, mask: int, rank: int) -> tuple[int, ...]:
-        if mask >> rank & 1:
-            return (rank,)
-        target = self._own[rank]
-        if target is None:
-            return ()
-        bits: dict[Segment, int] = {}
-        for bit, segment in enumerate((*self._own, *self._foreign)):
-            if segment is not None and mask >> bit & 1:
-                bits.setdefault(segment, bit)
-        found = cover(target, bits)
-        return () if found is None else tuple(bits[segment] for segment in found)

@@ -1,39 +1,35 @@
-"""Tenants: who holds how much of host memory, under which limit, and what was done for whom.
+"""Tenants: how much host memory each one holds, its limits, and its counters.
 
-A tenant is eight bytes, made from a request's cache salt (`protocol.tenant_id`); requests without
-a salt are together one tenant, `b""`. Owns the limits, the account of each tenant's slots, and for
-a tenant with a limit its own order of eviction. Does not own slots or chunks (`host_tier.py`), nor
-what the store holds for whom.
+A tenant is eight bytes derived from the cache salt of a request (`protocol.tenant_id`); requests
+without a salt are one tenant, `b""`. Owns the limits, the account of each tenant's slots, and the
+eviction policy of a tenant with a limit. Does not own slots or chunks (`host_tier.py`), nor what
+the store holds of a tenant.
 
-Invariants: an account lives while its tenant holds a slot, or for ever if the tenant is named, so
-there are never more accounts than slots and names; what is counted for metrics has a fixed number
-of labels, however many salts there are: the named tenants, `unsalted`, and `other` for the rest.
+Invariants: an account exists while its tenant holds a slot, or is named in the configuration, so
+there are never more accounts than slots and names; metrics have a fixed number of labels: the named
+tenants, `unsalted`, and `other`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final
 
 from tiers.policy.lru import LruPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from sidecar.core.directory import Chunk, Directory
     from tiers.policy.policy import Policy
 
 UNSALTED: Final = "unsalted"
 OTHER: Final = "other"
 NO_TENANT: Final = b""
 
-WRITERS_KEPT_MAX: Final = 65_536
-"""Tenants whose written bytes are remembered; beyond it, who wrote longest ago is forgotten."""
-
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What one tenant may hold. None: no limit of its own, it shares what there is."""
+    """Limits of one tenant; None: no limit."""
 
     host_bytes_max: int | None = None
     store_bytes_max: int | None = None
@@ -43,11 +39,11 @@ class Quota:
 
     @property
     def store_capped(self) -> bool:
-        """Whether it says how much may be in the store."""
+        """Whether it limits what may be in the store."""
         return self.store_bytes_max is not None or self.store_objects_max is not None
 
     def admits(self, num_bytes: int, objects: int) -> bool:
-        """Whether so much may be in the store."""
+        """Whether this much may be in the store."""
         if self.store_bytes_max is not None and num_bytes > self.store_bytes_max:
             return False
         return self.store_objects_max is None or objects <= self.store_objects_max
@@ -55,7 +51,7 @@ class Quota:
 
 @dataclass(frozen=True, slots=True)
 class TenantRules:
-    """Limits as the operator set them: of every tenant, and of those that have a name."""
+    """Limits from the configuration: of every tenant, and of named ones."""
 
     default: Quota = Quota()
     named: Mapping[bytes, tuple[str, Quota]] = field(default_factory=dict[bytes, tuple[str, Quota]])
@@ -63,7 +59,7 @@ class TenantRules:
 
 @dataclass(slots=True)
 class TenantCounters:
-    """What was done for a tenant, or for all of one label. Never decreases."""
+    """Counters of one label. They never decrease."""
 
     chunks_stored: int = 0
     chunks_loaded: int = 0
@@ -75,41 +71,34 @@ class TenantCounters:
     leases: int = 0
     lookups: int = 0
     dropped_quota: int = 0
-    """Stores and reads for which the tenant's own limit left no room."""
+    """Stores and reads for which the tenant's limit left no room."""
     writes_refused: int = 0
-    """Writes that would have gone over the tenant's limit in the store."""
+    """Writes that would have exceeded the tenant's limit in the store."""
 
 
+@dataclass(slots=True)
 class Account:
-    """One tenant's slots. `order` is its own order of eviction, where it has a limit."""
+    """One tenant's slots."""
 
-    __slots__ = ("counters", "host_bytes", "order", "quota", "tenant")
-
-    def __init__(
-        self, tenant: bytes, quota: Quota, counters: TenantCounters, order: Policy | None
-    ) -> None:
-        self.tenant = tenant
-        self.quota = quota
-        self.counters = counters
-        self.order = order
-        self.host_bytes = 0
+    tenant: bytes
+    quota: Quota
+    order: Policy | None
+    """Its own order of eviction, if it has a limit."""
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class TenantSnapshot:
-    """One label's part of the status."""
+    """The status of one label."""
 
     name: str
     host_bytes: int
-    host_bytes_max: int | None
-    store_bytes_max: int | None
-    store_objects_max: int | None
-    store_ttl_seconds: float | None
+    quota: Quota
     counters: TenantCounters
 
 
 class Tenants:
-    """All accounts. `new_order` makes a policy for a tenant that has a limit."""
+    """All accounts. `new_order` creates the policy of a tenant with a limit."""
 
     def __init__(
         self, rules: TenantRules | None = None, new_order: Callable[[], Policy] = LruPolicy
@@ -121,13 +110,12 @@ class Tenants:
         }
         self._others = TenantCounters()
         self._accounts: dict[bytes, Account] = {}
-        self._written: dict[bytes, int] = {}
 
     def __iter__(self) -> Iterator[Account]:
         return iter(self._accounts.values())
 
     def quota(self, tenant: bytes) -> Quota:
-        """The limits that hold for a tenant."""
+        """The limits of a tenant."""
         named = self._rules.named.get(tenant)
         return self._rules.default if named is None else named[1]
 
@@ -136,17 +124,16 @@ class Tenants:
         return self._labels.get(tenant, self._others)
 
     def account(self, tenant: bytes) -> Account:
-        """The tenant's account, opened at its first use."""
+        """The tenant's account, created on first use."""
         account = self._accounts.get(tenant)
         if account is None:
             quota = self.quota(tenant)
             order = None if quota.host_bytes_max is None else self._new_order()
-            account = Account(tenant, quota, self.counters(tenant), order)
-            self._accounts[tenant] = account
+            account = self._accounts[tenant] = Account(tenant, quota, order)
         return account
 
     def order(self, tenant: bytes) -> Policy | None:
-        """The tenant's own order of eviction, if it has a limit and holds anything."""
+        """The tenant's own order of eviction, if it has a limit and an account."""
         account = self._accounts.get(tenant)
         return None if account is None else account.order
 
@@ -155,114 +142,29 @@ class Tenants:
         self.account(tenant).host_bytes += num_bytes
 
     def credit(self, tenant: bytes, num_bytes: int) -> None:
-        """The tenant gave a slot back."""
-        account = self._accounts[tenant]
-        account.host_bytes -= num_bytes
-        self.settle(tenant)
+        """The tenant freed a slot."""
+        self._accounts[tenant].host_bytes -= num_bytes
+        self.close_if_unused(tenant)
 
-    def settle(self, tenant: bytes) -> None:
-        """Close an account that holds nothing, unless its tenant has a name."""
+    def close_if_unused(self, tenant: bytes) -> None:
+        """Delete an account that holds nothing, unless its tenant is named."""
         account = self._accounts.get(tenant)
         if account is not None and not account.host_bytes and tenant not in self._rules.named:
             del self._accounts[tenant]
 
-    def wrote(self, tenant: bytes, num_bytes: int) -> None:
-        """This sidecar wrote so much to the store for a tenant."""
-        self.counters(tenant).bytes_written += num_bytes
-        # Taken out first, so that it is the newest again.
-        self._written[tenant] = self._written.pop(tenant, 0) + num_bytes
-        if len(self._written) > WRITERS_KEPT_MAX:
-            del self._written[next(iter(self._written))]
-
-    def written_bytes(self, tenant: bytes) -> int:
-        """What this sidecar wrote to the store for a tenant in its life."""
-        return self._written.get(tenant, 0)
-
     @property
     def names(self) -> dict[bytes, str]:
-        """The tenants that have a label of their own, and the labels."""
+        """The labels of tenants that have their own."""
         named = {tenant: name for tenant, (name, _) in self._rules.named.items()}
         return {NO_TENANT: UNSALTED} | named
 
     def snapshot(self) -> tuple[TenantSnapshot, ...]:
-        """Every label: the named tenants, those without a salt, all others together."""
+        """Every label: named tenants, requests without a salt, all others together."""
         names = self.names
-        told = [
-            self._label(name, self.quota(tenant), self._held(tenant), self.counters(tenant))
+        held = {account.tenant: account.host_bytes for account in self}
+        labels = [
+            TenantSnapshot(name, held.pop(tenant, 0), self.quota(tenant), self.counters(tenant))
             for tenant, name in names.items()
         ]
-        others = sum(one.host_bytes for one in self if one.tenant not in names)
-        return (*told, self._label(OTHER, self._rules.default, others, self._others))
-
-    def _held(self, tenant: bytes) -> int:
-        account = self._accounts.get(tenant)
-        return 0 if account is None else account.host_bytes
-
-    @staticmethod
-    def _label(
-        name: str, quota: Quota, host_bytes: int, counters: TenantCounters
-    ) -> TenantSnapshot:
-        return TenantSnapshot(
-            name,
-            host_bytes,
-            quota.host_bytes_max,
-            quota.store_bytes_max,
-            quota.store_objects_max,
-            quota.store_ttl_seconds,
-            counters,
-        )
-
-
-class EvictionOrders:
-    """The orders in which chunks are evicted: that of all, and that of each tenant with a limit.
-
-    Which victim is evicted when is not decided here (`host_tier.py`).
-
-    Invariant: both orders hold the same chunks of a tenant, and one that a request keeps is in
-    neither: it is no victim, and a search would only step over it.
-    """
-
-    def __init__(self, directory: Directory, policy: Policy, tenants: Tenants) -> None:
-        self._directory = directory
-        self._policy = policy
-        self._tenants = tenants
-
-    def enter(self, chunk: Chunk) -> None:
-        """Put a chunk last into the orders of eviction, unless somebody keeps it."""
-        if chunk.kept:
-            return
-        realm_id = chunk.realm.realm_id
-        name, before = (realm_id, chunk.key), (realm_id, chunk.parent)
-        self._policy.add(name, before)
-        own = self._tenants.order(chunk.tenant)
-        if own is not None:
-            own.add(name, before)
-
-    def freshen(self, chunk: Chunk) -> None:
-        """Make a chunk the last in the orders of eviction that go by use."""
-        if chunk.kept:
-            return
-        name = (chunk.realm.realm_id, chunk.key)
-        self._policy.touch(name)
-        own = self._tenants.order(chunk.tenant)
-        if own is not None:
-            own.touch(name)
-
-    def forget(self, chunk: Chunk) -> None:
-        """Take a chunk out of the orders of eviction, where it is in them."""
-        if chunk.kept:
-            return
-        name = (chunk.realm.realm_id, chunk.key)
-        self._policy.remove(name)
-        own = self._tenants.order(chunk.tenant)
-        if own is not None:
-            own.remove(name)
-
-    def coldest(self, order: Policy | None = None) -> Iterator[Chunk]:
-        """Chunks in the order in which they would be evicted, pinned ones too.
-
-        Of all tenants, or of the one whose order is given.
-        """
-        victims = (self._policy if order is None else order).victims()
-        for realm_id, key in cast("Iterator[tuple[int, bytes]]", victims):
-            yield self._directory.realms[realm_id].chunks[key]
+        others = TenantSnapshot(OTHER, sum(held.values()), self._rules.default, self._others)
+        return (*labels, others)

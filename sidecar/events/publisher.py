@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
 import zmq
 
 from sidecar.core.directory import ZERO_KEY, SegmentState
-from sidecar.core.listed_rows import key_list
+from sidecar.core.stored_table import key_list
 from sidecar.events.engine_mirror import EngineBlocks
 from sidecar.events.engine_subscriber import EngineFeed
 from sidecar.events.records import (
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from sidecar.core.directory import Chunk, Directory, FlagChange
     from sidecar.core.directory import Realm as Held
-    from sidecar.core.listed_rows import Keys
+    from sidecar.core.stored_table import Keys
     from sidecar.events.records import CacheEvent
     from sidecar.sessions.namespaces import RealmLayout, Realms
 

@@ -171,11 +171,8 @@ class HostContents:
         }
 
     def _size_bytes(self, chunk: Chunk) -> int:
-        host = self._dispatcher.engine.host
         return sum(
-            host.slot_bytes(segment)
-            for segment in chunk.segments
-            if segment.state is SegmentState.HOST
+            segment.slot_bytes for segment in chunk.segments if segment.state is SegmentState.HOST
         )
 
     # --- names -----------------------------------------------------------------------------

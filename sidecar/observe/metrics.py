@@ -32,7 +32,7 @@ from tiers.store.middleware.billing import OPERATIONS
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from sidecar.core.parts import EngineSnapshot
+    from sidecar.core.commands import EngineSnapshot
     from sidecar.observe.http import HttpRefusals
     from sidecar.service.dispatcher import Dispatcher
     from sidecar.service.watchdog import Watchdog
@@ -101,7 +101,7 @@ def _fields(prefix: str, counts: Any) -> Values:
 
 
 def _engine(dispatcher: Dispatcher, now: EngineSnapshot) -> Values:
-    shares = dispatcher.engine.bounds.shares
+    shares = dispatcher.engine.shares.shares
     return _fields("", dispatcher.engine.counters) | {
         "info": {version(): 1},
         "start_time_seconds": dispatcher.started,
@@ -114,7 +114,7 @@ def _engine(dispatcher: Dispatcher, now: EngineSnapshot) -> Values:
         "pending": dataclasses.asdict(now.pending),
         "waiting": {name: share.used for name, share in shares.items()},
         "waiting_max": {name: share.limit for name, share in shares.items()},
-        "refused": dict(dispatcher.engine.bounds.refused),
+        "refused": dict(dispatcher.engine.shares.refused),
     }
 
 
@@ -125,10 +125,12 @@ def _tenants(dispatcher: Dispatcher, now: EngineSnapshot) -> Values:
         for field in dataclasses.fields(TenantCounters)
     }
     values["tenant_host_bytes"] = {one.name: one.host_bytes for one in tenants}
-    values["tenant_host_bytes_max"] = {one.name: one.host_bytes_max or 0 for one in tenants}
+    values["tenant_host_bytes_max"] = {one.name: one.quota.host_bytes_max or 0 for one in tenants}
     if dispatcher.catalogs is not None:
         for limit in ("store_bytes_max", "store_objects_max", "store_ttl_seconds"):
-            values[f"tenant_{limit}"] = {one.name: getattr(one, limit) or 0 for one in tenants}
+            values[f"tenant_{limit}"] = {
+                one.name: getattr(one.quota, limit) or 0 for one in tenants
+            }
         held = held_in_store(dispatcher)
         values["tenant_store_bytes"] = {name: one.size_bytes for name, one in held.items()}
         values["tenant_store_objects"] = {name: one.objects for name, one in held.items()}

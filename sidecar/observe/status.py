@@ -26,8 +26,7 @@ from tiers.store.middleware.billing import monthly
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sidecar.core.commands import Counters
-    from sidecar.core.parts import EngineSnapshot
+    from sidecar.core.commands import Counters, EngineSnapshot
     from sidecar.service.dispatcher import Dispatcher
     from sidecar.service.watchdog import Watchdog
     from sidecar.sessions.namespaces import RealmLayout
@@ -97,7 +96,7 @@ class SidecarStatus:
         now = dispatcher.engine.snapshot()
         ready, readiness = self._watchdog.readiness()
         counters = dataclasses.asdict(dispatcher.engine.counters)
-        bounds = dispatcher.engine.bounds
+        shares = dispatcher.engine.shares
         return {
             "version": version(),
             "protocol_version": PROTOCOL_VERSION,
@@ -152,9 +151,9 @@ class SidecarStatus:
                     "limit": share.limit,
                     "largest_session": max(share.by_session.values(), default=0),
                 }
-                for name, share in bounds.shares.items()
+                for name, share in shares.shares.items()
             },
-            "refused": {f"{what}/{why}": count for (what, why), count in bounds.refused.items()},
+            "refused": {f"{what}/{why}": count for (what, why), count in shares.refused.items()},
             "tenants": _tenants(dispatcher, now),
             "events": _event_stream(dispatcher),
             "sessions": _sessions(dispatcher),
@@ -267,7 +266,7 @@ def _tenants(dispatcher: Dispatcher, now: EngineSnapshot) -> list[Document]:
     found: list[Document] = []
     for one in now.tenants:
         tenant = dataclasses.asdict(one)
-        tenant |= tenant.pop("counters")
+        tenant |= tenant.pop("quota") | tenant.pop("counters")
         usage = held[one.name]
         found.append(tenant | {"store_bytes": usage.size_bytes, "store_objects": usage.objects})
     return found

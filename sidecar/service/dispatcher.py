@@ -28,7 +28,7 @@ from sidecar.catalog.garbage_collector import Collector
 from sidecar.catalog.service import Catalogs
 from sidecar.catalog.sync import StoreWatch
 from sidecar.core.breaker import BreakerRules
-from sidecar.core.commands import Copied, Draining, Event, LeaseTaken, LookedUp, SessionClosed
+from sidecar.core.commands import Copied, Draining, Event, SessionClosed
 from sidecar.core.engine import Engine, EngineLimits
 from sidecar.core.fair_share import ShareLimits
 from sidecar.core.tenants import Tenants
@@ -38,7 +38,16 @@ from sidecar.data.executor import Executor
 from sidecar.data.pool_slots import PoolSlots
 from sidecar.events.publisher import EventStream
 from sidecar.logs import fields
-from sidecar.protocol import Error, IndexMoved, ProtocolError, Role, ServerMessage, encode
+from sidecar.protocol import (
+    Error,
+    IndexMoved,
+    Lease,
+    Lookup,
+    ProtocolError,
+    Role,
+    ServerMessage,
+    encode,
+)
 from sidecar.service.uncached import UncachedEngines
 from sidecar.sessions.gpus import Gpus
 from sidecar.sessions.namespaces import RealmLayout, Realms
@@ -52,7 +61,7 @@ if TYPE_CHECKING:
     from sidecar.config.model import Config
     from sidecar.core.directory import FlagChange
     from sidecar.core.directory import Realm as Held
-    from sidecar.core.listed_rows import Keys
+    from sidecar.core.stored_table import Keys
     from sidecar.events.sockets import EventSockets
     from sidecar.transport.job_socket import JobSocket
     from tiers.pool.host_pool import HostPool
@@ -111,8 +120,8 @@ class Dispatcher:
             tenants=Tenants(config.tenants.rules(), lambda: make_policy(config.host.policy)),
             admit_write=self._admits,
             room_to_write=self._has_room,
-            tell=self._tell,
-            tell_listed=self._tell_listed,
+            notify=self._notify,
+            notify_listed=self._notify_listed,
         )
         self.events: EventStream | None = None
         self.event_sockets: EventSockets | None = None
@@ -213,11 +222,11 @@ class Dispatcher:
         )
         return self.events
 
-    def _tell(self, changes: list[FlagChange]) -> None:
+    def _notify(self, changes: list[FlagChange]) -> None:
         if self.events is not None and not self._over:
             self.events.changed(changes)
 
-    def _tell_listed(self, realm: Held, keys: Keys) -> None:
+    def _notify_listed(self, realm: Held, keys: Keys) -> None:
         if self.events is not None and not self._over:
             self.events.listed(realm, keys)
 
@@ -356,7 +365,7 @@ class Dispatcher:
             self._deliver(session, Error(self.epoch, error.code, str(error)))
             return
         self.feed(event)
-        if isinstance(event, LookedUp | LeaseTaken):
+        if isinstance(event.message, Lookup | Lease):
             self.deadlines.set()
 
     def stranger(self, token: bytes) -> None:
@@ -445,7 +454,7 @@ def _engine_limits(config: Config) -> EngineLimits:
         # What is kept needs no writing: the next start has it, and its turn comes then.
         flush_at_end=config.host.after_stop == "remove",
         store_reads=store is not None and store.read == "on",
-        bounds=ShareLimits(
+        shares=ShareLimits(
             memory_bytes_max=limits.memory_max,
             copies_queued_max=limits.copies_queued_max,
             storing_bytes_max=limits.storing_max or config.host.size,

@@ -2,7 +2,7 @@
 
 Owns the choice, its order, and notifying all parts that know a realm. Does not own the limit
 (`limits.realms_max`, enforced by `sessions/namespaces.py`), nor the eviction of chunks
-(`core/idle_realms.py`).
+(`core/engine.py`).
 
 A realm that a session uses stays. Of the others the cheapest goes first, and among equals the one
 that was not used for longest:
@@ -84,8 +84,13 @@ class RealmEviction:
         engine = self._dispatcher.engine
         used = {realm for session in self._dispatcher.sessions.all() for realm in session.realms}
         units = _units(self._dispatcher.realms.families(), used.union(wanted))
-        units.sort(key=lambda unit: (engine.loss(_ids(unit)), max(one.last_used for one in unit)))
-        return next((unit for unit in units if not engine.needs(_ids(unit))), None)
+        units.sort(
+            key=lambda unit: (
+                engine.forgetting_cost(_ids(unit)),
+                max(one.last_used for one in unit),
+            )
+        )
+        return next((unit for unit in units if not engine.in_use(_ids(unit))), None)
 
     async def _evict(self, unit: Unit) -> None:
         """Evict these realms, unless something of them is needed meanwhile."""

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
 
-from sidecar.core.stored_table import FOREIGN_MAX
+from sidecar.core.directory import FOREIGN_MAX
 from sidecar.errors import AttachRefused
 from tiers.catalog.namespace_info import NAMESPACE_DEPTH_MAX, deeper_than
 from tiers.errors import LayoutError

@@ -18,26 +18,15 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from sidecar.core.commands import (
-    Event,
-    LeaseTaken,
-    LookedUp,
-    OpenedGroup,
-    PinAsked,
-    Released,
-    SessionOpened,
-    Submitted,
-)
+from sidecar.core.commands import OpenedGroup, Received, SessionOpened
 from sidecar.errors import AttachRefused
 from sidecar.protocol import (
     MEMORY_FDS,
     TOKEN_BYTES,
     Attach,
-    Lease,
     Lookup,
     Pin,
     ProtocolError,
-    Release,
     Role,
     Submit,
     decode_client,
@@ -81,7 +70,7 @@ class Session:
     def opened_event(self) -> SessionOpened:
         """The event that announces this session to the engine."""
         attach = self.attach
-        first, *others = (
+        groups = tuple(
             OpenedGroup(
                 realm.realm_id,
                 None if part.layout is None else part.layout.chunk(part.blocks_per_chunk),
@@ -95,15 +84,12 @@ class Session:
             engine_id=attach.engine_id,
             rank=attach.rank,
             world_size=attach.world_size,
-            realm_id=first.realm_id,
+            groups=groups,
             want_events=attach.want_events,
-            layout=first.layout,
-            namespace=first.namespace,
-            others=tuple(others),
             replicas=attach.replicas,
         )
 
-    def event_of(self, frames: list[bytes], epoch: int) -> Event:
+    def event_of(self, frames: list[bytes], epoch: int) -> Received:
         """Decode and check one message. Raises `ProtocolError`, which does not end the session."""
         if len(frames) != 1:
             raise ProtocolError("malformed", "message of several frames: one is expected")
@@ -117,30 +103,12 @@ class Session:
             raise ProtocolError(
                 "role", f"{type(message).__name__} from a {self.attach.role}: a {wanted} sends it"
             )
-        match message:
-            case Submit():
-                self._check_submit(message)
-                return Submitted(self.session_id, message)
-            case Lookup():
-                for group in message.groups:
-                    self._part(group)
-                return LookedUp(self.session_id, message)
-            case Pin():
-                for group in message.groups:
-                    self._part(group)
-                return PinAsked(self.session_id, message)
-            case Lease():
-                return LeaseTaken(
-                    self.session_id, message.lease_id, tuple(message.keys), message.tenant
-                )
-            case Release():
-                return Released(
-                    self.session_id,
-                    tuple(message.lease_ids),
-                    tuple(message.lookup_ids),
-                    pins=message.pins,
-                    heard=message.heard,
-                )
+        if isinstance(message, Submit):
+            self._check_submit(message)
+        elif isinstance(message, Lookup | Pin):
+            for group in message.groups:
+                self._part(group)
+        return Received(self.session_id, message)
 
     def _check_submit(self, message: Submit) -> None:
         for load in message.loads:

@@ -67,11 +67,11 @@ class Bench:
         tokens = bytes(4 * blocks * LAYOUT.block_tokens)
         ids = tuple(range(number, number + blocks))
         key = key_of(number)
-        return Gather(number, 1, job, fence, 1, 0, self.slot(number), key, bytes(32), tokens, ids)
+        return Gather(number, 1, job, fence, 1, 0, self.slot(number), key, ids, bytes(32), tokens)
 
     def scatter(self, number: int, target: int, *, job: int = 2, fence: int = 0) -> Scatter:
         return Scatter(
-            100 + number, 1, job, fence, 1, 0, self.slot(number), key_of(number), 1, 0, (target,)
+            100 + number, 1, job, fence, 1, 0, self.slot(number), key_of(number), (target,), 1, 0
         )
 
     def group(self, *commands: Gather | Scatter, seconds: float = 60) -> CopyGroup:

@@ -131,7 +131,7 @@ class EngineModel(RuleBasedStateMachine):
             assert most is None or account.host_bytes <= most, "a tenant is over its limit"
         self.held = held
         snapshot = self.world.engine.snapshot()
-        assert snapshot.slots_allocated == len(self.world.content)
+        assert len(self.world.engine.host.allocated) == len(self.world.content)
         assert snapshot.leases >= len(self.leases), "a lease ended early"
         assert snapshot.lookups >= len(self.waiting) + len(self.answered), "a lookup ended early"
         assert snapshot.chunks_in_host == len(held)
@@ -376,7 +376,7 @@ class EngineModel(RuleBasedStateMachine):
             # Chunks go with the first, realms with the second.
             gone = world.forget_realms(*unit)
         if used.isdisjoint(unit):
-            assert world.engine.host.adopting or gone.issuperset(unit), "it stays for nobody"
+            assert world.engine.host.adoptions or gone.issuperset(unit), "it stays for nobody"
         else:
             assert not known & gone, "a realm was forgotten that is in use"
         if not sessions.isdisjoint(unit):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sidecar.core.commands import Received
+from sidecar.protocol import Release
 from tiers.kv.layout import ChunkLayout, Segment
 
 if TYPE_CHECKING:
@@ -35,6 +37,19 @@ def groups_of(numbers: Sequence[int]) -> list[int]:
     """As a client says which groups keys are of: not at all where all are of the first."""
     groups = [group_of(number) for number in numbers]
     return groups if any(groups) else []
+
+
+def release(
+    session_id: int,
+    lease_ids: Sequence[int] = (),
+    lookup_ids: Sequence[int] = (),
+    *,
+    pins: bool = False,
+    heard: int = -1,
+) -> Received:
+    """A scheduler releases leases, lookups, and its pins, or acknowledges events."""
+    message = Release(EPOCH, list(lease_ids), list(lookup_ids), pins, heard)
+    return Received(session_id, message)
 
 
 def namespace_of(realm_id: int) -> bytes:

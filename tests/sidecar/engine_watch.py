@@ -222,7 +222,7 @@ class Watched:
         # What was found corrupt is kept no more, whoever stores the same key anew.
         kept = {
             (one.chunk.realm.realm_id, one.chunk.key)
-            for one in self.engine.kept
+            for one in self.engine.request_pins
             if not one.chunk.detached
         }
         assert set(self.policy.victims()) == set(self.host_ranks()) - kept, (

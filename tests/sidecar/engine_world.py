@@ -17,25 +17,31 @@ from sidecar.core.commands import (
     Draining,
     ForgetRealms,
     Gather,
-    LeaseTaken,
     Listed,
-    LookedUp,
     OpenedGroup,
-    PinAsked,
     ReadDone,
-    Released,
+    Received,
     Restored,
     RestoredSlot,
     SessionOpened,
     StoreOutcome,
-    Submitted,
     Tick,
     Written,
 )
 from sidecar.core.engine import Engine
-from sidecar.core.listed_rows import ListedRow, listed_rows
 from sidecar.core.retention import Retention, read_tag
-from sidecar.protocol import LoadChunk, LoadJob, Lookup, Pin, Role, StoreChunk, StoreJob, Submit
+from sidecar.core.stored_table import ListedRow, listed_rows
+from sidecar.protocol import (
+    Lease,
+    LoadChunk,
+    LoadJob,
+    Lookup,
+    Pin,
+    Role,
+    StoreChunk,
+    StoreJob,
+    Submit,
+)
 from tests.sidecar.engine_answers import only
 from tests.sidecar.engine_names import (
     BLOCK_TOKENS,
@@ -46,6 +52,7 @@ from tests.sidecar.engine_names import (
     key,
     layout,
     namespace_of,
+    release,
 )
 from tests.sidecar.engine_watch import Watched
 from tiers.kv.layout import ChunkLayout
@@ -94,11 +101,11 @@ class World(Watched):
             engine_id,
             rank,
             world_size,
-            realm_id,
-            want_events,
-            own_layout,
-            namespace_of(realm_id),
-            tuple(OpenedGroup(other, other_layout, namespace_of(other)) for other in other_realms),
+            (
+                OpenedGroup(realm_id, own_layout, namespace_of(realm_id)),
+                *(OpenedGroup(one, other_layout, namespace_of(one)) for one in other_realms),
+            ),
+            want_events=want_events,
             replicas=replicas,
         )
         number = event.segment_number
@@ -111,7 +118,7 @@ class World(Watched):
         sliced = self.limits.adopted_max < len(self.content) * 2
         assert sliced or not self.coming, "restored slots were not taken in"
         if want_events and not worker:
-            self.send(Released(event.session_id, (), (), heard=0))
+            self.send(release(event.session_id, heard=0))
         return event.session_id
 
     def _adopt(self, realm_id: int, number: int, known: ChunkLayout) -> None:
@@ -176,7 +183,7 @@ class World(Watched):
             for number in numbers
         ]
         job = StoreJob(job_id, chunks, int(ttl_seconds * 1000), stays)
-        commands = self.send(Submitted(session_id, Submit(EPOCH, job_id, [], [job])))
+        commands = self.send(Received(session_id, Submit(EPOCH, job_id, [], [job])))
         expires_at = self.now + ttl_seconds if ttl_seconds else math.inf
         retention = Retention(expires_at, stays=stays or ttl_seconds > 0)
         for gather in only(commands, Gather):
@@ -188,13 +195,11 @@ class World(Watched):
     ) -> list[Command]:
         keys = [key(number) for number in numbers]
         message = Pin(EPOCH, keys, int(seconds * 1000), tenant, groups_of(numbers))
-        return self.send(PinAsked(session_id, message))
+        return self.send(Received(session_id, message))
 
     def load(self, session_id: int, job_id: int, numbers: Sequence[int]) -> list[Command]:
         chunks = [LoadChunk(key(number), 0, [1, 2], group_of(number)) for number in numbers]
-        return self.send(
-            Submitted(session_id, Submit(EPOCH, job_id, [LoadJob(job_id, chunks)], []))
-        )
+        return self.send(Received(session_id, Submit(EPOCH, job_id, [LoadJob(job_id, chunks)], [])))
 
     def look_up(
         self,
@@ -210,10 +215,10 @@ class World(Watched):
         keys = [key(number) for number in numbers]
         groups = groups_of(numbers)
         lookup = Lookup(EPOCH, lookup_id, keys, deadline_ms, tenant, num_tokens, prefill, groups)
-        return self.send(LookedUp(session_id, lookup))
+        return self.send(Received(session_id, lookup))
 
     def lease(self, session_id: int, lease_id: int, numbers: Sequence[int]) -> list[Command]:
-        return self.send(LeaseTaken(session_id, lease_id, tuple(key(n) for n in numbers)))
+        return self.send(Received(session_id, Lease(EPOCH, lease_id, [key(n) for n in numbers])))
 
     def listed(
         self,

@@ -50,7 +50,7 @@ async def test_gathered_slots_verify_and_scatter_back(bench: Bench) -> None:
         template = bench.rank.templates[4]
         meta = template.verify(bench.pool[: template.image_bytes], key_of(0))
         assert meta.num_blocks == 4
-        work.add(bench.group(Scatter(9, 1, 2, 0, 1, 0, 0, key_of(0), 4, 1, (10, 11, 12))))
+        work.add(bench.group(Scatter(9, 1, 2, 0, 1, 0, 0, key_of(0), (10, 11, 12), 4, 1)))
         assert (await bench.wait(3))[9] is CopyOutcome.OK
         for source, target in ((1, 10), (2, 11), (3, 12)):
             places = [LAYOUT.offset(2, block, 3, 15) for block in (source, target)]
@@ -102,7 +102,7 @@ async def test_loads_overtake_stores_but_do_not_starve_them(
         for number in (1, 2):
             work.add(bench.group(bench.gather(number, fence=1)))
         for number in range(5):
-            load = Scatter(200 + number, 1, 2, 1, 1, 0, 0, key_of(0), 1, 0, (number + 8,))
+            load = Scatter(200 + number, 1, 2, 1, 1, 0, 0, key_of(0), (number + 8,), 1, 0)
             work.add(bench.group(load))
         bench.fence.signal(1)
         await bench.wait(8)
@@ -188,7 +188,7 @@ async def test_worker_stopped_while_it_revokes_holds_up_nobody(bench: Bench) -> 
 
 
 async def test_bad_blocks_fail_alone(bench: Bench) -> None:
-    bad = Gather(5, 1, 1, 0, 1, 0, bench.slot(5), key_of(5), bytes(32), bytes(64), (999,))
+    bad = Gather(5, 1, 1, 0, 1, 0, bench.slot(5), key_of(5), (999,), bytes(32), bytes(64))
     async with running(bench) as work:
         work.add(bench.group(bench.gather(0), bad, bench.gather(1)))
         ended = await bench.wait(3)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from sidecar.core.directory import (
-    STORY_LINES_MAX,
+    HISTORY_LINES_MAX,
     TRANSITIONS,
     Cause,
     Chunk,
@@ -16,7 +16,6 @@ from sidecar.core.directory import (
     IllegalTransition,
     Realm,
     SegmentState,
-    StoreState,
 )
 
 KEY = bytes(range(32))
@@ -37,7 +36,7 @@ PATHS = {
     SegmentState.ABSENT: (),
     SegmentState.STORING: (Cause.GATHER,),
     SegmentState.READING: (Cause.READ,),
-    SegmentState.HOST: (Cause.GATHER, Cause.ARRIVED),
+    SegmentState.HOST: (Cause.GATHER, Cause.FILLED),
     SegmentState.ZOMBIE: (Cause.GATHER, Cause.DETACHED),
 }
 
@@ -59,33 +58,33 @@ def test_every_pair_of_state_and_cause(state: SegmentState, cause: Cause) -> Non
         assert segment.state is after
 
 
-def test_illegal_transition_tells_the_story_of_its_chunk_alone() -> None:
+def test_illegal_transition_tells_the_history_of_its_chunk_alone() -> None:
     directory, realm, chunk = make()
     other = directory.open_chunk(realm, bytes(32))
     bring(directory, other.segments[0], Cause.READ)
     bring(directory, chunk.segments[0], Cause.GATHER, Cause.FAILED)
     with pytest.raises(IllegalTransition) as caught:
-        directory.move(chunk.segments[0], Cause.ARRIVED)
+        directory.move(chunk.segments[0], Cause.FILLED)
     text = str(caught.value)
     assert KEY.hex()[:16] in text
     assert "rank 0: ABSENT + GATHER; rank 0: STORING + FAILED" in text
     assert "READ" not in text
 
 
-def test_story_is_bounded() -> None:
+def test_history_is_bounded() -> None:
     directory, realm, chunk = make()
     bring(directory, chunk.segments[0], Cause.GATHER)
     other = directory.open_chunk(realm, bytes(32)).segments[0]
-    for _ in range(STORY_LINES_MAX):
+    for _ in range(HISTORY_LINES_MAX):
         bring(directory, other, Cause.GATHER, Cause.FAILED)
-    assert "nothing is remembered" in directory.story(0, KEY)
+    assert "no transition is remembered" in directory.history(0, KEY)
 
 
 def test_chunk_is_loadable_with_its_last_rank() -> None:
     directory, realm, chunk = make()
-    bring(directory, chunk.segments[0], Cause.GATHER, Cause.ARRIVED)
+    bring(directory, chunk.segments[0], Cause.GATHER, Cause.FILLED)
     assert directory.take_changes() == []
-    bring(directory, chunk.segments[1], Cause.READ, Cause.ARRIVED)
+    bring(directory, chunk.segments[1], Cause.READ, Cause.FILLED)
     [change] = directory.take_changes()
     assert (change.was, change.now, change.chunk) == ((False, False), (True, False), chunk)
     assert realm.hosted_chunks == 1
@@ -94,7 +93,7 @@ def test_chunk_is_loadable_with_its_last_rank() -> None:
 
 def test_change_that_is_undone_is_not_told() -> None:
     directory, realm, chunk = make(world_size=1)
-    bring(directory, chunk.segments[0], Cause.GATHER, Cause.ARRIVED, Cause.EVICTED)
+    bring(directory, chunk.segments[0], Cause.GATHER, Cause.FILLED, Cause.EVICTED)
     directory.set_stored(realm, KEY, 1, 5)
     directory.set_stored(realm, KEY, 0, 5)
     assert directory.take_changes() == []
@@ -102,10 +101,10 @@ def test_change_that_is_undone_is_not_told() -> None:
 
 def test_eviction_tells_what_the_chunk_was() -> None:
     directory, realm, chunk = make(world_size=1)
-    bring(directory, chunk.segments[0], Cause.GATHER, Cause.ARRIVED)
+    bring(directory, chunk.segments[0], Cause.GATHER, Cause.FILLED)
     directory.take_changes()
     directory.move(chunk.segments[0], Cause.EVICTED)
-    directory.settle(chunk)
+    directory.drop_if_unused(chunk)
     assert not realm.chunks
     [change] = directory.take_changes()
     assert change.chunk is chunk
@@ -114,7 +113,7 @@ def test_eviction_tells_what_the_chunk_was() -> None:
 
 def test_detached_chunk_makes_room_for_another_of_its_key() -> None:
     directory, realm, chunk = make()
-    bring(directory, chunk.segments[0], Cause.GATHER, Cause.ARRIVED)
+    bring(directory, chunk.segments[0], Cause.GATHER, Cause.FILLED)
     bring(directory, chunk.segments[1], Cause.GATHER)
     directory.detach(chunk)
     assert [segment.state for segment in chunk.segments] == [SegmentState.ZOMBIE] * 2
@@ -126,31 +125,27 @@ def test_detached_chunk_makes_room_for_another_of_its_key() -> None:
 
 def test_pinned_chunk_stays_without_a_slot() -> None:
     directory, realm, chunk = make()
-    directory.pin(chunk)
-    directory.settle(chunk)
+    chunk.pins += 1
+    directory.drop_if_unused(chunk)
     assert realm.chunks == {KEY: chunk}
     directory.unpin(chunk)
     assert not realm.chunks
 
 
-def test_store_states() -> None:
-    directory, realm, chunk = make()
-    chunk.segments[0].writing = True
+def test_a_chunk_is_in_the_store_with_all_of_its_segments() -> None:
+    directory, realm, _ = make()
     directory.set_stored(realm, KEY, 0b10, 5)
-    assert realm.store_state(KEY, 0) is StoreState.WRITING
-    assert realm.store_state(KEY, 1) is StoreState.STORED
-    assert realm.store_state(bytes(32), 0) is StoreState.ABSENT
     assert not realm.in_store(KEY)
     directory.set_stored(realm, KEY, 0b11, 5)
     assert realm.in_store(KEY)
-    assert realm.stored.get(KEY) == realm.full_mask
+    assert realm.stored.mask(KEY) == realm.full_mask
 
 
 def test_store_that_is_not_read_is_not_offered() -> None:
     directory = Directory(readable=False)
     realm = directory.open_realm(0, 1)
     directory.set_stored(realm, KEY, 1, 5)
-    assert realm.stored_rank(KEY, 0)
+    assert realm.stored.mask(KEY)
     assert directory.take_changes() == []
 
 

@@ -12,8 +12,8 @@ from sidecar.core.commands import (
     Draining,
     Gather,
     IndexSet,
-    LookedUp,
-    Released,
+    OpenedGroup,
+    Received,
     SessionClosed,
     SessionOpened,
     StoreOutcome,
@@ -27,7 +27,7 @@ from sidecar.protocol import (
     Role,
 )
 from tests.sidecar.engine_answers import answer, done, messages, only
-from tests.sidecar.engine_names import EPOCH, RANK_0, key, layout
+from tests.sidecar.engine_names import EPOCH, RANK_0, key, layout, release
 from tests.sidecar.worlds import looking, make_world, no_writes
 
 
@@ -45,7 +45,7 @@ def test_events_of_unknown_sessions_are_counted() -> None:
     world.store(99, 1, [1])
     world.look_up(99, 1, [1])
     world.lease(99, 1, [1])
-    world.send(Released(99, (1,), (1,)))
+    world.send(release(99, (1,), (1,)))
     world.send(SessionClosed(99))
     assert world.engine.counters.stale_messages == 5
 
@@ -57,7 +57,7 @@ def test_a_message_of_the_wrong_role_is_refused() -> None:
         (world.store(scheduler, 1, [1]), scheduler),
         (world.look_up(worker, 1, [1]), worker),
         (world.lease(worker, 1, [1]), worker),
-        (world.send(Released(worker, (1,), ())), worker),
+        (world.send(release(worker, (1,))), worker),
     ):
         [message] = messages(commands, session)
         assert isinstance(message, Error)
@@ -68,9 +68,9 @@ def test_a_message_of_the_wrong_role_is_refused() -> None:
     ("change", "text"),
     [
         ({"session_id": 1}, "already open"),
-        ({"layout": None}, "layout=None"),
+        ({"groups": (OpenedGroup(0, None),)}, "layout=None"),
         ({"world_size": 2}, "world_size=2"),
-        ({"layout": layout(0, content_bytes=16)}, "layout of rank 0"),
+        ({"groups": (OpenedGroup(0, layout(0, content_bytes=16)),)}, "layout of rank 0"),
     ],
 )
 def test_a_contradicting_session_is_refused(change: dict[str, Any], text: str) -> None:
@@ -82,9 +82,7 @@ def test_a_contradicting_session_is_refused(change: dict[str, Any], text: str) -
         "engine_id": "a",
         "rank": 0,
         "world_size": 1,
-        "realm_id": 0,
-        "want_events": False,
-        "layout": layout(0),
+        "groups": (OpenedGroup(0, layout(0)),),
     }
     event = SessionOpened(**(values | change))
     assert text in (world.engine.refusal(event) or "")
@@ -146,6 +144,6 @@ def test_an_ending_that_nobody_waits_for_is_a_bug() -> None:
 def test_deadline_of_a_lookup_is_bounded_by_the_operator() -> None:
     world, _, scheduler = looking()
     world.listed({1: RANK_0})
-    world.send(LookedUp(scheduler, Lookup(EPOCH, 1, [key(1)], 10**18)))
+    world.send(Received(scheduler, Lookup(EPOCH, 1, [key(1)], 10**18)))
     world.now = 10.0
     assert messages(world.send(Tick()), scheduler) == answer(1, 0, Outcome.EXPIRED)

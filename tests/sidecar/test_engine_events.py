@@ -374,7 +374,7 @@ def test_a_realm_that_is_forgotten_while_a_late_subscriber_is_told_of_it_ends_th
     held = directory.open_realm(known.realm_id, 1)
     for number in range(6):
         directory.set_stored(held, bytes([number]) * 32, 1, 1)
-    held.segment_sources.learn(0, layout_of().segment)
+    held.segment_sources.register(0, layout_of().segment)
     told: list[Told] = []
     stream = EventStream(
         cast("Any", SimpleNamespace(publish=told.append)),

@@ -12,13 +12,13 @@ from hypothesis import settings
 from hypothesis.stateful import initialize, precondition, rule
 
 from sidecar.core.breaker import BreakerRules
-from sidecar.core.commands import CaughtUp, CopyOutcome, Read, Released, StoreOutcome, Tick, Write
+from sidecar.core.commands import CaughtUp, CopyOutcome, Read, StoreOutcome, Tick, Write
 from sidecar.core.fair_share import ShareLimits
 from sidecar.core.tenants import Quota, TenantRules, Tenants
 from sidecar.core.writes import WritePolicy
 from sidecar.protocol import Role
 from tests.sidecar.engine_model import MAIN, OTHER, WINDOW, EngineModel
-from tests.sidecar.engine_names import GROUP_NUMBERS, layout
+from tests.sidecar.engine_names import GROUP_NUMBERS, layout, release
 from tests.sidecar.worlds import make_world
 from tiers.policy import make
 
@@ -104,7 +104,7 @@ class EngineMachine(EngineModel):
             leases_max_per_session=bound,
             lookups_max_per_session=bound,
             write=write,
-            bounds=ShareLimits(
+            shares=ShareLimits(
                 memory_bytes_max=memory,
                 copies_queued_max=share,
                 storing_bytes_max=share * slot_bytes,
@@ -300,7 +300,7 @@ class EngineMachine(EngineModel):
         self.answered.pop((session_id, lookup_id), None)
         if pins:
             self.keep_no_more(session_id)
-        self.absorb(self.world.send(Released(session_id, (lease_id,), (lookup_id,), pins=pins)))
+        self.absorb(self.world.send(release(session_id, (lease_id,), (lookup_id,), pins=pins)))
 
     @rule(seconds=st.sampled_from([0.0, 1.0, 6.0, 30.0]))
     def tick(self, seconds: float) -> None:
@@ -431,8 +431,8 @@ class EngineMachine(EngineModel):
         for session_id in list(self.world.sessions):
             self.close_session(session_id)
         snapshot = self.world.engine.snapshot()
-        assert (snapshot.leases, snapshot.lookups, snapshot.slots_zombie) == (0, 0, 0)
-        bounds = self.world.engine.bounds
+        assert (snapshot.leases, snapshot.lookups, self.world.engine.host.zombies) == (0, 0, set())
+        bounds = self.world.engine.shares
         assert not any(share.used for share in bounds.shares.values()), "something still waits"
         assert not bounds.jobs, "a job still runs"
         self.world.note(self.world.engine.clear())

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from sidecar.core.commands import CaughtUp, CopyOutcome, Gather, Read, SessionClosed, StoreOutcome
-from sidecar.core.idle_realms import Loss
+from sidecar.core.commands import (
+    CaughtUp,
+    CopyOutcome,
+    ForgettingCost,
+    Gather,
+    Read,
+    SessionClosed,
+    StoreOutcome,
+)
 from sidecar.core.writes import WritePolicy
 from sidecar.protocol import Outcome, Role
 from tests.sidecar.engine_answers import answer, messages, only
@@ -14,7 +21,7 @@ from tests.sidecar.engine_world import World
 from tests.sidecar.worlds import make_world, no_writes
 from tiers.policy.lru import LruPolicy
 
-NOTHING = Loss(unwritten=False, host_bytes=0, listed=False)
+NOTHING = ForgettingCost(unwritten=False, host_bytes=0, listed=False)
 
 
 def leave(world: World) -> None:
@@ -33,7 +40,7 @@ def test_a_realm_with_a_session_stays() -> None:
     world = no_writes()
     worker = world.open(Role.WORKER)
     world.stored(worker, 1, [1])
-    assert world.engine.needs([0])
+    assert world.engine.in_use([0])
     assert not gone(world)
     assert world.in_host() == {(0, key(1))}
 
@@ -42,7 +49,7 @@ def test_a_realm_goes_with_its_chunks_a_few_at_a_time() -> None:
     world = no_writes(slabs=80)
     world.stored(world.open(Role.WORKER), 1, range(1, 71))
     leave(world)
-    assert world.engine.loss([0]).host_bytes == 70 * world.slots.slot_bytes(0)
+    assert world.engine.forgetting_cost([0]).host_bytes == 70 * world.slots.slot_bytes(0)
     left: list[int] = []
     while not world.forget_realms(0):
         left.append(len(world.in_host()))
@@ -55,10 +62,10 @@ def test_a_store_that_runs_keeps_its_realm() -> None:
     world = no_writes()
     [gather] = only(world.store(world.open(Role.WORKER), 1, [1]), Gather)
     leave(world)
-    assert world.engine.needs([0])
+    assert world.engine.in_use([0])
     assert not gone(world)
     world.copied(gather.copy_id)
-    assert not world.engine.needs([0])
+    assert not world.engine.in_use([0])
     assert gone(world)
 
 
@@ -67,7 +74,7 @@ def test_a_write_that_runs_keeps_its_realm_and_what_waits_is_unwritten() -> None
     world.stored(world.open(Role.WORKER), 1, [1, 2])
     leave(world)
     [write_id] = world.writes
-    assert world.engine.loss([0]).unwritten
+    assert world.engine.forgetting_cost([0]).unwritten
     assert not gone(world)
     world.written(write_id)
     assert gone(world)
@@ -83,7 +90,7 @@ def test_a_zombies_realm_stays_until_its_slot_is_free() -> None:
     first, second = world.scatters
     world.copied(first, CopyOutcome.CORRUPT)
     leave(world)
-    assert world.engine.snapshot().slots_zombie == 1
+    assert len(world.engine.host.zombies) == 1
     assert not gone(world)
     world.copied(second)
     assert gone(world)
@@ -108,7 +115,7 @@ def test_slots_that_are_being_adopted_keep_their_realm() -> None:
     world.restart(LruPolicy())
     world.open(Role.WORKER)
     leave(world)
-    assert world.engine.needs([0])
+    assert world.engine.in_use([0])
     assert not gone(world)
     while world.resuming:
         world.resume()
@@ -142,10 +149,10 @@ def test_nothing_of_a_forgotten_realm_is_known(write: WritePolicy) -> None:
     world.settle()
     assert world.engine.store.quarantined_keys == 1
     leave(world)
-    assert world.engine.loss([0]) != NOTHING
+    assert world.engine.forgetting_cost([0]) != NOTHING
     assert gone(world)
     engine = world.engine
-    assert engine.loss([0]) == NOTHING
+    assert engine.forgetting_cost([0]) == NOTHING
     assert not engine.directory.realms
     assert not engine.store.quarantined_keys
     assert not engine.snapshot().realms

@@ -8,10 +8,9 @@ from sidecar.core.commands import (
     CopyOutcome,
     Gather,
     IndexSet,
-    Released,
+    Received,
     Scatter,
     SessionClosed,
-    Submitted,
     Tick,
     Write,
 )
@@ -27,7 +26,7 @@ from sidecar.protocol import (
     Submit,
 )
 from tests.sidecar.engine_answers import done, messages, only
-from tests.sidecar.engine_names import EPOCH, ROOT, key, layout
+from tests.sidecar.engine_names import EPOCH, ROOT, key, layout, release
 from tests.sidecar.worlds import make_world, no_writes
 
 
@@ -148,7 +147,7 @@ def test_store_that_does_not_fit_its_slot_is_refused(blocks: int, token_bytes: i
     worker = world.open(Role.WORKER)
     chunk = StoreChunk(key(1), ROOT, bytes(token_bytes), list(range(blocks)))
     message = Submit(EPOCH, 1, [], [StoreJob(1, [chunk])])
-    assert messages(world.send(Submitted(worker, message)), worker) == done(1, Outcome.FAILED)
+    assert messages(world.send(Received(worker, message)), worker) == done(1, Outcome.FAILED)
 
 
 def test_chunk_is_loadable_when_every_rank_is_there() -> None:
@@ -211,7 +210,7 @@ def test_load_past_the_end_of_a_partial_chunk_fails() -> None:
     world.copied(gather.copy_id)
     assert messages(world.load(worker, 2, [1]), worker) == done(2, Outcome.FAILED)
     job = LoadJob(3, [LoadChunk(key(1), 0, [4])])
-    assert only(world.send(Submitted(worker, Submit(EPOCH, 1, [job], []))), Scatter)
+    assert only(world.send(Received(worker, Submit(EPOCH, 1, [job], []))), Scatter)
 
 
 def test_worst_outcome_of_a_load_is_its_outcome() -> None:
@@ -238,10 +237,10 @@ def test_corrupt_slot_is_quarantined_while_another_copy_runs_on_it() -> None:
     removed = Events(EPOCH, [], [RemovedEvent(key(1), "host")])
     assert messages(commands, scheduler) == [removed]
     assert messages(commands, worker) == done(2, Outcome.CORRUPT)
-    assert world.engine.snapshot().slots_zombie == 1
+    assert len(world.engine.host.zombies) == 1
     assert messages(world.load(worker, 4, [1]), worker) == done(4, Outcome.MISSING)
     world.copied(second.copy_id)
-    assert world.engine.snapshot().slots_allocated == 0
+    assert len(world.engine.host.allocated) == 0
     counters = world.engine.counters
     assert (counters.quarantined_host, counters.loads_corrupt, counters.loads_missing) == (1, 1, 1)
 
@@ -306,7 +305,7 @@ def test_lease_ends_at_its_deadline_and_at_release() -> None:
     world.now = 1.0
     world.lease(scheduler, 2, [1])
     world.lease(scheduler, 3, [1])
-    world.send(Released(scheduler, (3, 99), (99,)))
+    world.send(release(scheduler, (3, 99), (99,)))
     world.now = 10.5
     world.send(Tick())
     assert world.engine.snapshot().leases == 1

@@ -10,7 +10,6 @@ from sidecar.core.commands import (
     IndexSet,
     Quarantine,
     Read,
-    Released,
     Scatter,
     StoreOutcome,
     Tick,
@@ -22,7 +21,7 @@ from sidecar.protocol import (
     Role,
 )
 from tests.sidecar.engine_answers import answer, done, messages, only
-from tests.sidecar.engine_names import ALL_RANKS, RANK_0, key
+from tests.sidecar.engine_names import ALL_RANKS, RANK_0, key, release
 from tests.sidecar.worlds import looking, make_world
 
 
@@ -253,10 +252,10 @@ def test_a_lease_ends_no_lookup_and_keeps_what_a_released_one_had() -> None:
     world.look_up(scheduler, 2, [1, 2])
     world.lease(scheduler, 9, [1, 2])
     assert (world.engine.snapshot().lookups, world.engine.snapshot().leases) == (2, 1)
-    world.send(Released(scheduler, (), (1, 2)))
+    world.send(release(scheduler, (), (1, 2)))
     assert (world.engine.snapshot().lookups, world.engine.snapshot().leases) == (0, 1)
     assert messages(world.store(worker, 2, [3]), worker) == done(2, Outcome.FULL)
-    world.send(Released(scheduler, (9,), ()))
+    world.send(release(scheduler, (9,)))
     assert only(world.store(worker, 3, [3]), Gather)
 
 
@@ -264,7 +263,7 @@ def test_released_lookup_is_not_answered() -> None:
     world, _, scheduler = looking()
     world.listed({1: RANK_0})
     [read] = only(world.look_up(scheduler, 1, [1]), Read)
-    world.send(Released(scheduler, (), (1,)))
+    world.send(release(scheduler, (), (1,)))
     assert messages(world.read_done(read.read_id), scheduler) == []
     assert world.index[0, key(1)] == (True, True)
 

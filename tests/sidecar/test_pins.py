@@ -6,7 +6,8 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from sidecar.core.directory import Directory
-from sidecar.core.fair_share import Pins, Share
+from sidecar.core.fair_share import Share
+from sidecar.core.pins import Pins
 
 CHUNK_BYTES = 10
 
@@ -19,8 +20,9 @@ def test_a_chunk_costs_a_session_once_and_is_given_back(
 ) -> None:
     directory = Directory(readable=True)
     realm = directory.open_realm(0, 1)
-    share = Share(80, 7)
-    pins = Pins(directory, lambda _: CHUNK_BYTES, share)
+    realm.slot_bytes[0] = CHUNK_BYTES
+    share = Share("pinned", 80, 7)
+    pins = Pins(directory, share)
     held: list[tuple[int, list[int]]] = []
     for taking, session_id, numbers in steps:
         if taking:
@@ -28,7 +30,7 @@ def test_a_chunk_costs_a_session_once_and_is_given_back(
             fitting = pins.fitting(session_id, chunks)
             pins.pin(session_id, chunks[:fitting])
             for chunk in chunks[fitting:]:
-                directory.settle(chunk)
+                directory.drop_if_unused(chunk)
             held.append((session_id, sorted(numbers)[:fitting]))
         elif held:
             owner, owned = held.pop(0)

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sidecar.core.commands import Read
-from sidecar.core.stored_table import SegmentSources
+from sidecar.core.directory import SegmentSources
 from sidecar.data.read import SegmentReader, SourceError, is_damaged
 from sidecar.protocol import Role
 from sidecar.sessions.namespaces import RankLayout, Realms
 from tests.sidecar.client import attach_message
-from tests.sidecar.test_cuts import HEADS, LAYERS, grid, segment_sources
+from tests.sidecar.test_segment_sources import HEADS, LAYERS, grid, segment_sources
 from tiers.catalog.names import object_name
 from tiers.errors import ChunkMissing, ImageChecksumMismatch, ImageHeaderMismatch
 from tiers.kv.layout import ChunkLayout, Segment
@@ -155,8 +155,8 @@ async def test_any_cut_reads_any_other(
     await write(store, realm, written, num_tokens, block_tokens)
     known = SegmentSources(len(segments))
     for rank, segment in enumerate(segments):
-        known.learn(rank, segment)
-    known.learn_foreign([one.layout.segment for one in realm.foreign])
+        known.register(rank, segment)
+    known.register_foreign([one.layout.segment for one in realm.foreign])
     names = realm.masks_by_segment()
     mask = 0
     for segment in written:

@@ -235,7 +235,7 @@ def test_of_realms_that_all_have_chunks_in_host_memory_the_smallest_gives_way(
 def test_many_chunks_are_given_up_in_turns(
     short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places.patch(monkeypatch, "CHUNKS_AT_ONCE", 2)
+    places.patch(monkeypatch, "CHUNKS_FORGOTTEN_MAX", 2)
     config = limited(config_in(short_directory), 1)
     with RunningSidecar(config) as sidecar:
         visit(sidecar, "old", *(key_of(number) for number in range(7)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from sidecar.core.commands import (
     Command,
     CopyOutcome,
     Draining,
+    OpenedGroup,
     Restored,
     RestoredSlot,
     Scatter,
@@ -133,7 +135,7 @@ def test_what_was_not_whole_does_not_come_back() -> None:
     world.store(worker, 2, [5])
     scatters = only(world.load(worker, 3, [1]) + world.load(worker, 4, [1]), Scatter)
     world.copied(scatters[0].copy_id, CopyOutcome.CORRUPT)
-    assert world.engine.snapshot().slots_zombie == 1
+    assert len(world.engine.host.zombies) == 1
     assert len(world.reads) == len(world.gathers) == 1
     world.restart(StrictLRU())
     world.open(Role.WORKER)
@@ -188,17 +190,13 @@ def opened(world: World, **changes: Any) -> None:
     send = world.engine.handle
 
     def changed(event: Any, now: float) -> list[Command]:
-        layout = event.layout
+        [group] = event.groups
         for name in ("blocks_per_chunk", "block_tokens", "dtype", "encoding"):
             if name in changes:
-                layout = msgspec.structs.replace(layout, **{name: changes[name]})
-        event = type(event)(
-            **{
-                **{name: getattr(event, name) for name in event.__dataclass_fields__},
-                "layout": layout,
-                "namespace": changes.get("namespace", event.namespace),
-            }
-        )
+                layout = msgspec.structs.replace(group.layout, **{name: changes[name]})
+                group = replace(group, layout=layout)
+        group = replace(group, namespace=changes.get("namespace", group.namespace))
+        event = replace(event, groups=(group,))
         return send(event, now)
 
     world.engine.handle = changed  # type: ignore[method-assign]
@@ -255,7 +253,9 @@ def test_realms_with_the_same_segments_share_what_there_is() -> None:
     engine = Engine(slots, StrictLRU(), limits(), epoch=EPOCH)
     engine.handle(Restored(tuple(found)), 0.0)
     for realm_id, chunks in ((0, 3), (1, 1), (2, 0)):
-        event = SessionOpened(realm_id, Role.WORKER, "a", 0, 1, realm_id, False, layout(0), b"same")
+        event = SessionOpened(
+            realm_id, Role.WORKER, "a", 0, 1, (OpenedGroup(realm_id, layout(0), b"same"),)
+        )
         engine.handle(event, 0.0)
         check(engine)
         assert engine.snapshot().realms[realm_id].chunks_in_host == chunks

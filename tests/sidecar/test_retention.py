@@ -90,9 +90,9 @@ def test_a_load_that_runs_ends_before_its_slot_is_freed() -> None:
     world.stored(worker, 1, [1], ttl_seconds=5)
     [scatter] = only(world.load(worker, 2, [1]), Scatter)
     pass_time(world, 6)
-    assert world.engine.snapshot().slots_zombie == 1
+    assert len(world.engine.host.zombies) == 1
     assert messages(world.copied(scatter.copy_id), worker) == done(2, Outcome.OK)
-    assert world.engine.snapshot().slots_allocated == 0
+    assert len(world.engine.host.allocated) == 0
 
 
 def test_a_pin_or_a_lease_is_no_way_around_it() -> None:
@@ -104,8 +104,8 @@ def test_a_pin_or_a_lease_is_no_way_around_it() -> None:
     pass_time(world, 5)
     assert not world.index
     pass_time(world, 60)
-    assert not world.engine.bounds.pinned.used
-    assert not world.engine.bounds.kept.used
+    assert not world.engine.shares.pinned.used
+    assert not world.engine.shares.request_pins.used
 
 
 def test_a_store_that_ends_after_its_time_keeps_nothing() -> None:
@@ -117,7 +117,7 @@ def test_a_store_that_ends_after_its_time_keeps_nothing() -> None:
     assert not world.index
     assert world.engine.counters.stores_failed == 0, "no alarm: it was asked for"
     assert world.engine.counters.chunks_expired == 1
-    assert world.engine.snapshot().slots_allocated == 0
+    assert len(world.engine.host.allocated) == 0
 
 
 def test_what_is_stored_anew_has_its_own_time() -> None:
@@ -155,7 +155,7 @@ def test_a_restart_changes_nothing(attached: bool) -> None:
         assert (0, key(1)) in world.index
     pass_time(world, 5)
     assert not world.index
-    assert not world.engine.snapshot().slots_allocated
+    assert not len(world.engine.host.allocated)
 
 
 def test_what_expired_while_there_was_no_sidecar_does_not_come_back() -> None:

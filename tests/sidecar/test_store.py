@@ -14,7 +14,7 @@ from sidecar.core.commands import (
     Withdraw,
     Write,
 )
-from sidecar.core.listed_rows import key_list
+from sidecar.core.stored_table import key_list
 from sidecar.core.writes import WritePolicy
 from sidecar.protocol import (
     Events,
@@ -196,7 +196,7 @@ def test_listing_of_some_ranks_is_not_loadable() -> None:
 def test_a_listing_tells_the_index_and_whoever_follows_of_what_can_be_read_now() -> None:
     world = make_world()
     told: list[bytes] = []
-    world.engine.tell_listed = lambda realm, keys: told.extend(key_list(keys))
+    world.engine.notify_listed = lambda realm, keys: told.extend(key_list(keys))
     world.open(Role.WORKER)
     commands = world.listed({1: RANK_0, 2: RANK_0})
     assert only(commands, IndexSet) == []

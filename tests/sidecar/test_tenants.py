@@ -13,7 +13,6 @@ from sidecar.core.commands import Gather, Read, StoreOutcome, Write
 from sidecar.core.tenants import Quota, TenantRules, Tenants
 from sidecar.core.writes import WritePolicy
 from sidecar.protocol import Outcome, Role, StoreJob, tenant_id
-from tests import places
 from tests.sidecar.client import RunningSidecar, Scheduler, Worker, config_in, key_of
 from tests.sidecar.engine_answers import messages, only
 from tests.sidecar.engine_names import RANK_0, key, layout
@@ -143,8 +142,7 @@ class TestStoreQuota:
         assert asked == [(A, SLOT, 1), (B, SLOT, 1)]
         world.written(write.write_id, StoreOutcome.OK)
         assert world.engine.counters.writes_refused_quota == 1
-        assert world.engine.tenants.written_bytes(B) == 100
-        assert world.engine.tenants.written_bytes(A) == 0
+        assert world.engine.tenants.counters(B).bytes_written == 100
 
     def test_what_waits_and_what_is_being_written_counts_already(self) -> None:
         asked: list[tuple[int, int]] = []
@@ -165,15 +163,6 @@ class TestStoreQuota:
             world.written(write_id, StoreOutcome.OK)
         world.stored(worker, 4, [4], tenant=A)
         assert asked[-1] == (SLOT, 1)
-
-    def test_written_bytes_are_kept_for_a_bounded_number(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        places.patch(monkeypatch, "WRITERS_KEPT_MAX", 2)
-        ledger = Tenants()
-        for name in (b"1", b"2", b"1", b"3"):
-            ledger.wrote(name, 5)
-        assert [ledger.written_bytes(name) for name in (b"1", b"2", b"3")] == [10, 0, 5]
 
 
 class TestConfig:

@@ -196,7 +196,7 @@ class Balance:
     def _comes(engine: Engine, chunk: Chunk) -> None:
         for segment in chunk.segments:
             absent = segment.state is SegmentState.ABSENT
-            if chunk.detached or (absent and segment not in engine.reads.queued()):
+            if chunk.detached or (absent and segment not in set(engine.reads.queue)):
                 raise Violation("a lookup waits only for what comes", chunk.key.hex()[:12])
 
     def _queues_are_bounded(self, process: SidecarProcess) -> None:
@@ -207,7 +207,7 @@ class Balance:
         writes = engine.writes
         over = writes.pending_bytes > limits.write_queue_bytes_max
         # One chunk may wait in any case, and at the end everything.
-        if over and len(writes.pending_chunks) > 1 and not engine.draining:
+        if over and len(writes.pending) > 1 and not engine.draining:
             raise Violation("queues are bounded", f"writes: {writes.pending_bytes} bytes")
         for name, value, most in (
             ("writes running", work.writes_running, limits.writes_inflight_max),
@@ -215,9 +215,9 @@ class Balance:
             ("gone", engine.store.quarantined_keys, limits.quarantine_keys_max),
             ("leases", max(held.values(), default=0), limits.leases_max_per_session),
             ("lookups", max(asked.values(), default=0), limits.lookups_max_per_session),
-            ("all leases", len(engine.leases), limits.bounds.leases_max),
-            ("all lookups", asked.total(), limits.bounds.lookups_max),
-            ("copies", work.copies_running, limits.bounds.copies_queued_max),
+            ("all leases", len(engine.leases), limits.shares.leases_max),
+            ("all lookups", asked.total(), limits.shares.lookups_max),
+            ("copies", work.copies_running, limits.shares.copies_queued_max),
             ("sessions", len(process.dispatcher.sessions), process.config.limits.sessions_max),
             ("realms", len(process.dispatcher.realms), process.config.limits.realms_max),
         ):

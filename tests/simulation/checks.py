@@ -17,16 +17,13 @@ from sidecar.core.commands import (
     Event,
     ForgetRealms,
     Gather,
-    LookedUp,
-    PinAsked,
     Read,
     ReadDone,
-    Released,
+    Received,
     RestoredSlot,
     Scatter,
     SessionClosed,
     StoreOutcome,
-    Submitted,
     Tick,
     Write,
     Written,
@@ -38,8 +35,11 @@ from sidecar.protocol import (
     LoadJob,
     Lookup,
     LookupDone,
+    Pin,
+    Release,
     ServerMessage,
     StoreJob,
+    Submit,
 )
 from tests.engine_invariants import check
 from tests.simulation.balance import Balance
@@ -140,7 +140,7 @@ class Checks:
         engine = process.dispatcher.engine
         for name, count in vars_of(engine.counters).items():
             self.world.seen[f"counter {name}"] += count
-        for (what, why), count in engine.bounds.refused.items():
+        for (what, why), count in engine.shares.refused.items():
             self.world.seen[f"refused: {what} for want of {why}"] += count
 
     def _clear(self) -> None:
@@ -179,20 +179,20 @@ class Checks:
     def _asked(self, event: Event) -> None:
         """What a client asks for, and when it is gone."""
         match event:
-            case Submitted():
-                jobs: list[LoadJob | StoreJob] = [*event.message.loads, *event.message.stores]
+            case Received(message=Submit() as message):
+                jobs: list[LoadJob | StoreJob] = [*message.loads, *message.stores]
                 ids = [job.job_id for job in jobs]
                 self._jobs.setdefault(event.session_id, set()).update(ids)
                 for job in jobs:
                     self._are_mixed(type(job).__name__, [piece.group for piece in job.chunks])
-            case LookedUp():
+            case Received(message=Lookup() as message):
                 asked = self._lookups.setdefault(event.session_id, {})
-                asked[event.message.lookup_id] = event.message
-                self._are_mixed("Lookup", event.message.groups)
-            case PinAsked():
-                self._are_mixed("Pin", event.message.groups)
-            case Released():
-                for lookup_id in event.lookup_ids:
+                asked[message.lookup_id] = message
+                self._are_mixed("Lookup", message.groups)
+            case Received(message=Pin() as message):
+                self._are_mixed("Pin", message.groups)
+            case Received(message=Release() as message):
+                for lookup_id in message.lookup_ids:
                     self._lookups.get(event.session_id, {}).pop(lookup_id, None)
             case SessionClosed():
                 self._jobs.pop(event.session_id, None)
@@ -334,9 +334,9 @@ class Checks:
         self.images.all_sealed_right(process)
         if self._work or not snapshot.pending.idle:
             raise Violation("everything ends", f"{snapshot.pending}, {self._work}")
-        if engine.host.adopting:
+        if engine.host.adoptions:
             raise Violation("what a rank stored comes back to it", f"{snapshot}")
-        if snapshot.leases or snapshot.lookups or snapshot.sessions or snapshot.slots_zombie:
+        if snapshot.leases or snapshot.lookups or engine.sessions or engine.host.zombies:
             raise Violation("everything is released", f"{snapshot}")
         waiting = {number: jobs for number, jobs in self._jobs.items() if jobs}
         if waiting:
@@ -346,7 +346,7 @@ class Checks:
         used = process.pool.stats().used_bytes
         if used:
             raise Violation("every slot can be freed", f"{used} bytes are used")
-        bounds = engine.bounds
+        bounds = engine.shares
         held = {name: share.used for name, share in bounds.shares.items() if share.used}
         if held or bounds.jobs:
             raise Violation("at rest nothing is held", f"{held}, jobs {bounds.jobs}")

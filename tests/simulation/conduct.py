@@ -19,25 +19,33 @@ from sidecar.core.commands import (
     Gather,
     IndexOffer,
     IndexSet,
-    LeaseTaken,
     Listed,
-    LookedUp,
     Quarantine,
     Read,
     ReadDone,
-    Released,
+    Received,
     Reply,
     Scatter,
     SessionClosed,
     SessionOpened,
     StoreOutcome,
-    Submitted,
     Withdraw,
     Write,
     Written,
 )
 from sidecar.core.directory import Chunk, SegmentState
-from sidecar.protocol import JobOutcome, LoadJob, Lookup, LookupDone, Outcome, Role, StoreJob
+from sidecar.protocol import (
+    JobOutcome,
+    Lease,
+    LoadJob,
+    Lookup,
+    LookupDone,
+    Outcome,
+    Release,
+    Role,
+    StoreJob,
+    Submit,
+)
 from tests.simulation.clock import Violation, World
 
 if TYPE_CHECKING:
@@ -115,13 +123,13 @@ class Conduct:
             raise Violation("a message of another life is dropped", f"{type(message).__name__}")
         self._stored_before = None
         match event:
-            case Submitted():
-                self._submitted(process, event)
-            case LookedUp():
-                name = (event.session_id, event.message.lookup_id)
-                self._questions[name] = _Question(event.message, self._world.now)
-            case Released():
-                for lookup_id in event.lookup_ids:
+            case Received(message=Submit() as submit):
+                self._submitted(process, event.session_id, submit)
+            case Received(message=Lookup() as lookup):
+                name = (event.session_id, lookup.lookup_id)
+                self._questions[name] = _Question(lookup, self._world.now)
+            case Received(message=Release() as release):
+                for lookup_id in release.lookup_ids:
                     self._questions.pop((event.session_id, lookup_id), None)
             case SessionOpened():
                 self._opened[event.session_id] = event
@@ -145,14 +153,14 @@ class Conduct:
             case _:
                 pass
 
-    def _submitted(self, process: SidecarProcess, event: Submitted) -> None:
-        session = process.dispatcher.engine.sessions.get(event.session_id)
+    def _submitted(self, process: SidecarProcess, session_id: int, message: Submit) -> None:
+        session = process.dispatcher.engine.sessions.get(session_id)
         if session is None:
             return
         realms = process.dispatcher.engine.directory.realms
-        jobs: list[LoadJob | StoreJob] = [*event.message.loads, *event.message.stores]
+        jobs: list[LoadJob | StoreJob] = [*message.loads, *message.stores]
         for job in jobs:
-            asked = self._jobs[event.session_id, job.job_id] = _Asked(job)
+            asked = self._jobs[session_id, job.job_id] = _Asked(job)
             for piece in job.chunks:
                 chunk = realms[session.groups[piece.group].realm_id].chunks.get(piece.key)
                 state = chunk.segments[session.rank].state if chunk else SegmentState.ABSENT
@@ -196,7 +204,7 @@ class Conduct:
     @staticmethod
     def _is_stored(process: SidecarProcess, work: Write | Read) -> bool:
         realm = process.dispatcher.engine.directory.realms[work.realm_id]
-        return realm.stored_rank(work.key, work.rank)
+        return bool(realm.stored.mask(work.key) >> work.rank & 1)
 
     # --- its commands --------------------------------------------------------------------------
 
@@ -228,13 +236,13 @@ class Conduct:
         for name in withdrawn.keys() & self._quarantined.keys():
             self._quarantined[name] = max(self._quarantined[name], withdrawn[name])
         match event:
-            case Submitted() if event.session_id in engine.sessions:
-                for load in event.message.loads:
+            case Received(message=Submit() as submit) if event.session_id in engine.sessions:
+                for load in submit.loads:
                     asked = self._jobs.get((event.session_id, load.job_id))
                     if asked is not None and not asked.running:
                         self._load_ended((event.session_id, load.job_id))
-            case Released():
-                self._released(process, event)
+            case Received(message=Release() as release):
+                self._released(process, event.session_id, release)
             case Listed():
                 self._listed(process, event)
             case Written() | ReadDone() | Copied() if work is not None:
@@ -306,13 +314,13 @@ class Conduct:
         if not wanted or self._draining:
             raise Violation("only what somebody waits for is read", f"{command}")
 
-    def _released(self, process: SidecarProcess, event: Released) -> None:
-        engine, session_id = process.dispatcher.engine, event.session_id
+    def _released(self, process: SidecarProcess, session_id: int, message: Release) -> None:
+        engine = process.dispatcher.engine
         for lease in engine.leases:
-            if lease.session_id == session_id and lease.lease_id in event.lease_ids:
+            if lease.session_id == session_id and lease.lease_id in message.lease_ids:
                 raise Violation("a lease ends with its release", f"{lease.lease_id}")
         for lookup in engine.lookups:
-            if lookup.session_id == session_id and lookup.lookup_id in event.lookup_ids:
+            if lookup.session_id == session_id and lookup.lookup_id in message.lookup_ids:
                 raise Violation("a lookup ends with its release", f"{lookup.lookup_id}")
 
     def _listed(self, process: SidecarProcess, event: Listed) -> None:
@@ -322,7 +330,7 @@ class Conduct:
                 del self._quarantined[name]
         for realm_id, bit, key in self._quarantined:
             realm = process.dispatcher.engine.directory.realms.get(realm_id)
-            if realm is not None and realm.stored_rank(key, bit):
+            if realm is not None and realm.stored.mask(key) >> bit & 1:
                 raise Violation("what is in quarantine is not offered again", key.hex()[:12])
 
     def _work_ended(
@@ -357,8 +365,10 @@ class Conduct:
     def _leases_last(self, engine: Engine, event: Event, now: float) -> None:
         """A lease ends with its load, its release, its session or its time, and not before."""
         held = {(lease.session_id, lease.lease_id): lease for lease in engine.leases}
-        if isinstance(event, LeaseTaken) and event.session_id in engine.sessions:
-            self._lease_was_taken(engine, event, held)
+        message = event.message if isinstance(event, Received) else None
+        session_id = getattr(event, "session_id", -1)
+        if isinstance(message, Lease) and session_id in engine.sessions:
+            self._lease_was_taken(engine, session_id, message, held)
         for name, lease in held.items():
             if self._is_loaded(lease.name):
                 raise Violation("a lease ends with its load", f"{name}")
@@ -368,39 +378,35 @@ class Conduct:
             if self._is_loaded(lease.name):
                 del self._loads_ended[lease.name]
                 continue
-            match event:
-                case SessionClosed() if event.session_id == name[0]:
-                    continue
-                case Released() if event.session_id == name[0] and name[1] in event.lease_ids:
-                    continue
-                case LeaseTaken() if (event.session_id, event.lease_id) == name:
-                    continue
-                case _:
-                    raise Violation("a lease lasts until its load", f"{name} at {event}")
+            closed = isinstance(event, SessionClosed)
+            released = isinstance(message, Release) and name[1] in message.lease_ids
+            replaced = isinstance(message, Lease) and name[1] == message.lease_id
+            if session_id != name[0] or not (closed or released or replaced):
+                raise Violation("a lease lasts until its load", f"{name} at {event}")
         self._leases, self._leases_refused = held, engine.counters.leases_refused
 
     def _lease_was_taken(
-        self, engine: Engine, event: LeaseTaken, held: dict[JobName, ChunkLease]
+        self, engine: Engine, session_id: int, message: Lease, held: dict[JobName, ChunkLease]
     ) -> None:
-        session = self._opened[event.session_id]
+        session = self._opened[session_id]
         refused = engine.counters.leases_refused > self._leases_refused
         if refused:
             return
         name, load = (
-            (event.session_id, event.lease_id),
-            (session.realm_id, session.engine_id, event.lease_id),
+            (session_id, message.lease_id),
+            (session.realm_id, session.engine_id, message.lease_id),
         )
         if name in self._leases:
             # Replaced: what ended for the one before does not count for this one.
             self._loads_ended.pop(load, None)
         realms = [engine.directory.realms[group.realm_id] for group in session.groups]
-        found = (realm.chunks.get(key) for realm in realms for key in event.keys)
+        found = (realm.chunks.get(key) for realm in realms for key in message.keys)
         named = {chunk for chunk in found if chunk is not None}
         if name in held and set(held[name].chunks) != named:
-            raise Violation("a lease pins what it names", f"{event}")
+            raise Violation("a lease pins what it names", f"{message}")
         if name not in held:
             if not self._is_loaded(load):
-                raise Violation("a lease lasts until its load", f"{event} did not begin")
+                raise Violation("a lease lasts until its load", f"{message} did not begin")
             del self._loads_ended[load]
 
     def _is_loaded(self, name: LoadName) -> bool:
@@ -413,7 +419,7 @@ class Conduct:
 
     def _jobs_are_bounded(self, engine: Engine) -> None:
         running = Counter(name[0] for name, asked in self._jobs.items() if asked.running)
-        most = engine.bounds.jobs_max_per_session
+        most = engine.shares.jobs_max_per_session
         if running and max(running.values()) > most:
             raise Violation("queues are bounded", f"jobs: {running} of {most}")
 

@@ -209,7 +209,7 @@ class Faults:
         if self._life.healing or self._world.now >= self._life.horizon:
             return
         if process is not None and not process.dead:
-            waiting = {chunk.key for chunk in process.dispatcher.engine.writes.pending_chunks}
+            waiting = {chunk.key for chunk in process.dispatcher.engine.writes.pending}
             places = self._life.checks.images.sealed_payloads(process)
             places = [place for place in places if place.key in waiting]
             if places:

@@ -15,15 +15,14 @@ from sidecar.core.commands import (
     Draining,
     Event,
     Gather,
-    PinAsked,
     Read,
-    Released,
+    Received,
     Scatter,
     SessionClosed,
-    Submitted,
     Write,
 )
 from sidecar.core.directory import Chunk, SegmentState
+from sidecar.protocol import Pin, Release, Submit
 from tests.simulation.clock import Violation, World
 
 if TYPE_CHECKING:
@@ -72,7 +71,8 @@ class Retained:
         self._pins_hold(engine, event, now)
 
     def _gathered(self, event: Event, command: Gather, now: float) -> None:
-        assert isinstance(event, Submitted)
+        assert isinstance(event, Received)
+        assert isinstance(event.message, Submit)
         (job,) = [one for one in event.message.stores if one.job_id == command.job_id]
         until = now + job.ttl_ms / 1000 if job.ttl_ms else math.inf
         self._slots[command.slot] = (until, job.stays or job.ttl_ms > 0)
@@ -89,11 +89,12 @@ class Retained:
 
     def _pins_hold(self, engine: Engine, event: Event, now: float) -> None:
         match event:
-            case PinAsked() if event.session_id in engine.sessions and not engine.draining:
-                self._pinned(engine, event, now)
+            case Received(message=Pin() as pin):
+                if event.session_id in engine.sessions and not engine.draining:
+                    self._pinned(engine, event.session_id, pin, now)
             case SessionClosed():
                 self._end(event.session_id)
-            case Released() if event.pins:
+            case Received(message=Release(pins=True)):
                 self._end(event.session_id)
             case Draining():
                 self._pins.clear()
@@ -102,22 +103,22 @@ class Retained:
         for (session_id, chunk), until in list(self._pins.items()):
             if until <= now or chunk.detached:
                 del self._pins[session_id, chunk]
-            elif not chunk.pins or not chunk.kept:
+            elif not chunk.pins or not chunk.request_pins:
                 raise Violation("a pin holds", f"{chunk.key.hex()[:12]} of session {session_id}")
         self._refused = engine.counters.pins_refused
 
-    def _pinned(self, engine: Engine, event: PinAsked, now: float) -> None:
+    def _pinned(self, engine: Engine, session_id: int, message: Pin, now: float) -> None:
         """All but those that were refused, which are the last ones, are kept from now on."""
-        message, session = event.message, engine.sessions[event.session_id]
+        session = engine.sessions[session_id]
         until = now + message.duration_ms / 1000
-        own = {one.chunk for one in engine.kept if one.session_id == event.session_id}
+        own = {one.chunk for one in engine.request_pins if one.session_id == session_id}
         taken = len(message.keys) - (engine.counters.pins_refused - self._refused)
         groups = message.groups or [0] * len(message.keys)
         for key, group in list(zip(message.keys, groups, strict=True))[:taken]:
             chunk = engine.directory.realms[session.groups[group].realm_id].chunks.get(key)
             if chunk is None or chunk not in own:
                 raise Violation("a pin is taken or refused", key.hex()[:12])
-            name = (event.session_id, chunk)
+            name = (session_id, chunk)
             self._pins[name] = max(until, self._pins.get(name, 0.0))
 
     def _end(self, session_id: int) -> None:

@@ -36,7 +36,7 @@ CLIENTS = (
     Mutation(
         "a client may have any number of leases",
         "Engine._lease",
-        "self.leases.held(session_id) >= self.limits.leases_max_per_session",
+        "self.shares.leases.of(session_id) >= self.limits.leases_max_per_session",
         "False",
         ("leases without a load",),
         seed=8,
@@ -51,7 +51,7 @@ CLIENTS = (
     Mutation(
         "a share is not given back when a lease ends",
         "Leases._end",
-        "self._bounds.memory.give(lease.session_id, lease.cost)",
+        "self._shares.memory.give(lease.session_id, lease.cost)",
         "pass",
     ),
     Mutation(
@@ -66,13 +66,13 @@ CLIENTS = (
     Mutation(
         "a tenant's slot is not charged",
         "HostTier.reserve",
-        "self._tenants.charge(chunk.tenant, num_bytes)",
+        "self._tenants.charge(chunk.tenant, segment.slot_bytes)",
         "pass",
     ),
     Mutation(
         "a tenant's slot is not credited",
         "HostTier._free",
-        "self._tenants.credit(segment.chunk.tenant, self.slot_bytes(segment))",
+        "self._tenants.credit(segment.chunk.tenant, segment.slot_bytes)",
         "pass",
     ),
     Mutation(
@@ -84,8 +84,8 @@ CLIENTS = (
     Mutation(
         "a tenant at its limit pushes out others",
         "HostTier._make_room",
-        "self._victim(account.order, lambda _: True)",
-        "self._victim(self._policy, lambda _: True)",
+        "self._victim(account.order)",
+        "self._victim()",
         seed=5,
     ),
     Mutation(
@@ -117,15 +117,15 @@ CLIENTS = (
     ),
     Mutation(
         "a pin ends too early",
-        "RequestPins.ask",
+        "RequestPins.pin",
         "deadline = now + message.duration_ms / 1000",
         "deadline = now",
     ),
     Mutation(
         "a pinned chunk can be evicted",
-        "HostTier.keep",
-        "chunk.kept += 1",
-        "chunk.kept += 1; chunk.pins -= 1",
+        "HostTier.request_pin",
+        "chunk.request_pins += 1",
+        "chunk.request_pins += 1; chunk.pins -= 1",
     ),
     Mutation(
         "a reset keeps old keys",
@@ -174,7 +174,7 @@ CLIENTS = (
     ),
     Mutation(
         "a pin keeps chunks in the first group alone",
-        "RequestPins.ask",
+        "RequestPins.pin",
         "realm = realms[group]",
         "realm = realms[0]",
         ("several groups",),

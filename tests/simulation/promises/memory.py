@@ -50,7 +50,7 @@ MEMORY = (
     Mutation(
         "a slot is not given back to the pool",
         "HostTier._free",
-        "self._slots.free(slot)",
+        "self.slots.free(slot)",
         "pass",
     ),
     Mutation(
@@ -148,27 +148,27 @@ MEMORY = (
     Mutation(
         "a slot may come back before its copy has ended",
         "HostTier.reserve",
-        "self._tenants.charge(chunk.tenant, num_bytes)",
-        "self._tenants.charge(chunk.tenant, num_bytes); self._slots.seal(slot)",
+        "self._tenants.charge(chunk.tenant, segment.slot_bytes)",
+        "self._tenants.charge(chunk.tenant, segment.slot_bytes); self.slots.seal(slot)",
         ("sidecar killed in the middle of a copy",),
     ),
     Mutation(
         "a sealed slot does not come back",
-        "HostTier.arrived",
-        "self._slots.seal(segment.slot)",
+        "HostTier.filled",
+        "self.slots.seal(segment.slot)",
         "pass",
         ("sidecar killed",),
     ),
     Mutation(
         "a tenant's slot comes back as nobody's",
         "HostTier.reserve",
-        "self._slots.set_tag(slot, tag)",
+        "self.slots.set_tag(slot, tag)",
         "pass",
         ("sidecar killed",),
     ),
     Mutation(
         "only the first of many slots come back",
-        "Engine._adopt_some",
+        "Engine._adopt",
         "self._outbox.emit(Resume())",
         "pass",
         ("sidecar killed",),
@@ -176,7 +176,7 @@ MEMORY = (
     Mutation(
         "the ledger does not know what came back",
         "HostTier.restore",
-        "self.allocated.update(one.slot for one in found)",
+        "self.allocated.update(one.slot for one in restored)",
         "pass",
         ("sidecar killed",),
     ),

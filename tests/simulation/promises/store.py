@@ -15,8 +15,8 @@ STORE = (
     ),
     Mutation(
         "a lookup is not answered when all is there",
-        "Lookups.completed",
-        "self._answer_if_over(lookup)",
+        "Lookups.chunk_loaded",
+        "self._answer_if_done(lookup)",
         "pass",
     ),
     Mutation(
@@ -79,8 +79,8 @@ STORE = (
     ),
     Mutation(
         "a read starts for which nobody waits",
-        "Reads.forget",
-        "self._queue.discard(segment)",
+        "Reads.cancel",
+        "self.queue.discard(segment)",
         "pass",
         ("store slow", "another cluster writes"),
         seed=4,
@@ -88,7 +88,7 @@ STORE = (
     Mutation(
         "an object that is gone is called stored",
         "Reads._note_failure",
-        "self._store.lost(realm, key, bit)",
+        "self._store.missing(realm, key, bit)",
         "pass",
         ("object vanishes", "another cluster writes"),
         seed=3,
@@ -110,7 +110,7 @@ STORE = (
     Mutation(
         "the queue of writes is not bounded",
         "Writes._bound",
-        "self._pending_bytes > self._queue_bytes_max",
+        "self.pending_bytes > self._queue_bytes_max",
         "False",
         seed=3,
     ),

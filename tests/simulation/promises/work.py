@@ -96,22 +96,21 @@ WORK = (
     ),
     Mutation(
         "a job is answered twice",
-        "Jobs._end_if_over",
-        "self._ended(job, JobOutcome(job.job_id, outcome))",
-        "self._ended(job, JobOutcome(job.job_id, outcome)); "
-        "self._ended(job, JobOutcome(job.job_id, outcome))",
+        "Engine._job_ended",
+        "self._outbox.job_ended(",
+        "for _ in (1, 2): self._outbox.job_ended(",
     ),
     Mutation(
         "a job is answered before its last copy ended",
-        "Jobs._end_if_over",
-        "if job.remaining:",
-        "if job.remaining > 1:",
+        "Jobs._ended",
+        "if job.running:",
+        "if job.running > 1:",
     ),
     Mutation(
         "a job is not answered",
         "Engine._job_ended",
         "if session.session_id in self.sessions:",
-        "if session.session_id in self.sessions and outcome.outcome.name != 'FULL':",
+        "if session.session_id in self.sessions and job.outcome.name != 'FULL':",
     ),
     Mutation(
         "a job waits on after its session's end of file",
@@ -130,8 +129,8 @@ WORK = (
     Mutation(
         "a chunk is stored while draining",
         "Engine._submit",
-        "accept=not self.draining",
-        "accept=True",
+        "accept = not self.draining",
+        "accept = True",
         seed=28,
     ),
     # Leases.
@@ -176,6 +175,6 @@ WORK = (
         "the pins of a lease stay",
         "Pins.unpin",
         "self._directory.unpin(chunk)",
-        "self._directory.settle(chunk)",
+        "self._directory.drop_if_unused(chunk)",
     ),
 )

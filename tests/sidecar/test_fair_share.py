@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from sidecar.core.commands import Gather, LookedUp, Read, Scatter, SessionClosed, Submitted
+from sidecar.core.commands import Gather, Read, Received, Scatter, SessionClosed
 from sidecar.core.fair_share import PINNED_ALPHA, Share, ShareLimits
 from sidecar.core.writes import WritePolicy
 from sidecar.protocol import (
@@ -32,14 +32,14 @@ SLOT = layout(0).payload_bytes(2)
 
 class TestShare:
     def test_one_alone_gets_half_and_the_next_as_much_as_is_left(self) -> None:
-        share = Share(120)
+        share = Share("copies", 120)
         for session_id, most in ((1, 60), (2, 30), (3, 15)):
             while share.fits(session_id, 1):
                 share.take(session_id, 1)
             assert share.of(session_id) == most
 
     def test_those_that_flood_together_get_the_same(self) -> None:
-        share = Share(120)
+        share = Share("copies", 120)
         for _ in range(200):
             for session_id in (1, 2):
                 if share.fits(session_id, 1):
@@ -48,7 +48,7 @@ class TestShare:
         assert share.fits(3, 20), "who comes later finds room"
 
     def test_of_what_one_may_need_most_of_it_may_have_seven_eighths(self) -> None:
-        share = Share(80, PINNED_ALPHA)
+        share = Share("pinned", 80, PINNED_ALPHA)
         while share.fits(1, 1):
             share.take(1, 1)
         assert share.of(1) == 70
@@ -57,7 +57,7 @@ class TestShare:
     @pytest.mark.promise("pending-limit")
     @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 50)), max_size=60))
     def test_never_over_the_limit_and_empty_in_the_end(self, wanted: list[tuple[int, int]]) -> None:
-        share = Share(100)
+        share = Share("copies", 100)
         taken: list[tuple[int, int]] = []
         for session_id, amount in wanted:
             if share.fits(session_id, amount):
@@ -71,11 +71,11 @@ class TestShare:
 
 
 def bounded(**changes: Any) -> World:
-    return make_world(slabs=64, write=WritePolicy.OFF, bounds=ShareLimits(**changes))
+    return make_world(slabs=64, write=WritePolicy.OFF, shares=ShareLimits(**changes))
 
 
 def empty(world: World) -> bool:
-    return not any(share.used for share in world.engine.bounds.shares.values())
+    return not any(share.used for share in world.engine.shares.shares.values())
 
 
 class TestEngine:
@@ -87,7 +87,7 @@ class TestEngine:
         assert only(world.look_up(scheduler, 1, [1, 2]), Read)
         (told,) = messages(world.look_up(scheduler, 2, [3, 4, 5]), scheduler)
         assert (told.ready, told.outcome) == (0, Outcome.FULL)  # type: ignore[union-attr]
-        assert world.engine.bounds.refused == {("lookup", "memory"): 1}
+        assert world.engine.shares.refused == {("lookup", "memory"): 1}
         assert world.engine.counters.lookups_refused == 1
         world.send(SessionClosed(scheduler))
         del world.sessions[scheduler]
@@ -118,13 +118,13 @@ class TestEngine:
         assert (counters.stores_dropped_share, counters.loads_dropped_full) == (2, 1)
         world.settle()
         assert empty(world)
-        assert not world.engine.bounds.jobs
+        assert not world.engine.shares.jobs
 
     def test_slots_that_are_being_filled_are_shared_too(self) -> None:
         world = bounded(storing_bytes_max=8 * SLOT)
         flooding, other = world.open(Role.WORKER), world.open(Role.WORKER, engine_id="b")
         assert len(only(world.store(flooding, 1, range(1, 30)), Gather)) == 4
-        assert world.engine.bounds.refused == {("store", "storing"): 25}
+        assert world.engine.shares.refused == {("store", "storing"): 25}
         assert only(world.store(other, 2, [40]), Gather)
 
     def test_jobs_of_a_session_are_bounded(self) -> None:
@@ -134,7 +134,7 @@ class TestEngine:
             assert only(world.store(worker, job_id, [job_id]), Gather)
         (done,) = messages(world.store(worker, 3, [3]), worker)
         assert [job.outcome for job in done.jobs] == [Outcome.FULL]  # type: ignore[union-attr]
-        assert world.engine.bounds.refused == {("store", "jobs"): 1}
+        assert world.engine.shares.refused == {("store", "jobs"): 1}
 
     def test_a_lease_over_the_share_is_refused_and_the_load_goes_without(self) -> None:
         world = bounded(leases_max=4)
@@ -143,13 +143,13 @@ class TestEngine:
         for lease_id in range(10, 14):
             world.lease(scheduler, lease_id, [1])
         assert world.engine.snapshot().leases == 2
-        assert world.engine.bounds.refused == {("lease", "leases"): 2}
+        assert world.engine.shares.refused == {("lease", "leases"): 2}
         assert only(world.load(worker, 13, [1]), Scatter)
 
     @pytest.mark.promise("share-of-pins")
     def test_a_client_that_pins_everything_leaves_slots_to_evict(self) -> None:
         world = make_world(
-            slabs=8, write=WritePolicy.OFF, bounds=ShareLimits(pinned_bytes_max=8 * SLOT)
+            slabs=8, write=WritePolicy.OFF, shares=ShareLimits(pinned_bytes_max=8 * SLOT)
         )
         flooding, other = world.open(Role.WORKER), world.open(Role.WORKER, engine_id="b")
         scheduler = world.open(Role.SCHEDULER)
@@ -157,18 +157,18 @@ class TestEngine:
         for lease_id in range(1, 9):
             world.lease(scheduler, lease_id, [lease_id])
         assert world.engine.snapshot().leases == 7
-        assert world.engine.bounds.refused == {("lease", "pinned"): 1}
+        assert world.engine.shares.refused == {("lease", "pinned"): 1}
         assert only(world.store(other, 2, [20]), Gather), "what was not pinned made room"
         # What a session pins already costs it nothing more.
         world.lease(scheduler, 20, list(range(1, 8)))
         assert world.engine.snapshot().leases == 8
         world.send(SessionClosed(scheduler))
         del world.sessions[scheduler]
-        assert not world.engine.bounds.pinned.used
+        assert not world.engine.shares.pinned.used
 
     def test_a_lookup_is_cut_where_it_would_pin_more_than_its_share(self) -> None:
         world = make_world(
-            slabs=8, write=WritePolicy.OFF, bounds=ShareLimits(pinned_bytes_max=8 * SLOT)
+            slabs=8, write=WritePolicy.OFF, shares=ShareLimits(pinned_bytes_max=8 * SLOT)
         )
         world.open(Role.WORKER)
         scheduler = world.open(Role.SCHEDULER)
@@ -181,7 +181,7 @@ class TestEngine:
             told += messages(world.read_done(next(iter(world.reads))), scheduler)
         assert reads == 7
         assert told == answer(1, 7, Outcome.FULL)
-        assert world.engine.bounds.refused == {("lookup", "pinned"): 1}
+        assert world.engine.shares.refused == {("lookup", "pinned"): 1}
 
     @pytest.mark.promise("share-of-reads")
     def test_reads_of_a_session_do_not_wait_for_another_ones_backlog(self) -> None:
@@ -206,7 +206,7 @@ class TestEngine:
             slabs=1024,
             write=WritePolicy.OFF,
             lookups_max_per_session=10_000,
-            bounds=ShareLimits(memory_bytes_max=1 << 40, jobs_max_per_session=10_000),
+            shares=ShareLimits(memory_bytes_max=1 << 40, jobs_max_per_session=10_000),
         )
         engine = world.engine
         worker, scheduler = world.open(Role.WORKER), world.open(Role.SCHEDULER)
@@ -223,12 +223,12 @@ class TestEngine:
         allocated = tracemalloc.get_traced_memory()[0] - before
         tracemalloc.stop()
         assert len(kept) == 100
-        assert 0 < allocated <= engine.bounds.memory.used
+        assert 0 < allocated <= engine.shares.memory.used
 
 
 def looked_up(session_id: int, first: int) -> Any:
     keys = [key(number) for number in range(first, first + 10)]
-    return LookedUp(session_id, Lookup(7, first, keys, 9000))
+    return Received(session_id, Lookup(7, first, keys, 9000))
 
 
 def submitted(session_id: int, first: int) -> Any:
@@ -236,4 +236,4 @@ def submitted(session_id: int, first: int) -> Any:
         StoreChunk(key(5000 + number), key(0), bytes(32), [number, number + 1])
         for number in range(first, first + 10)
     ]
-    return Submitted(session_id, Submit(7, 0, [], [StoreJob(first, chunks)]))
+    return Received(session_id, Submit(7, 0, [], [StoreJob(first, chunks)]))

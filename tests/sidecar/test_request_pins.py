@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from sidecar.core.commands import CopyOutcome, Draining, Gather, Released, SessionClosed, Tick
+from sidecar.core.commands import CopyOutcome, Draining, Gather, SessionClosed, Tick
 from sidecar.core.fair_share import ShareLimits
 from sidecar.core.tenants import Quota, TenantRules, Tenants
 from sidecar.core.writes import WritePolicy
 from sidecar.protocol import Outcome, Role
 from tests import places
 from tests.sidecar.engine_answers import done, messages, only
-from tests.sidecar.engine_names import key, layout
+from tests.sidecar.engine_names import key, layout, release
 from tests.sidecar.engine_world import World
 from tests.sidecar.worlds import make_world, no_writes
 
@@ -50,7 +50,7 @@ def test_what_is_pinned_is_not_evicted_and_then_is() -> None:
     # It counts as used when its time was over.
     crowd(world, worker, range(30, 34))
     assert in_host(world) == [30, 31, 32, 33]
-    assert not world.engine.bounds.kept.used
+    assert not world.engine.shares.request_pins.used
 
 
 def test_many_that_are_pinned_hide_no_victim(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +60,7 @@ def test_many_that_are_pinned_hide_no_victim(monkeypatch: pytest.MonkeyPatch) ->
     for first in range(1, 601, 100):
         world.stored(worker, first, range(first, first + 100))
     for first in range(1, 501, 100):
-        world.engine.bounds.kept.limit = 1 << 60
+        world.engine.shares.request_pins.limit = 1 << 60
         world.pin(scheduler, range(first, first + 100), 10)
     crowd(world, worker, range(3000, 3250))
     assert world.engine.counters.stores_dropped_full == 0
@@ -82,11 +82,11 @@ def test_a_second_wish_only_makes_it_longer() -> None:
     world.pin(scheduler, [1], 10)
     world.pin(scheduler, [1], 30)
     world.pin(scheduler, [1], 5)
-    assert world.engine.bounds.kept.used == SLOT
+    assert world.engine.shares.request_pins.used == SLOT
     for now, kept in ((10.0, True), (29.9, True), (30.0, False)):
         world.now = now
         world.send(Tick())
-        assert bool(list(world.engine.kept)) is kept
+        assert bool(list(world.engine.request_pins)) is kept
 
 
 def test_two_sessions_keep_the_same_chunk() -> None:
@@ -105,20 +105,20 @@ def test_it_ends_with_a_release_a_session_or_the_sidecar() -> None:
     world, worker, scheduler = keeping()
     world.stored(worker, 1, [1])
     for end in (
-        Released(scheduler, (), (), pins=True),
+        release(scheduler, pins=True),
         Draining(),
     ):
         world.pin(scheduler, [1], 10)
-        assert world.engine.bounds.kept.used == SLOT
+        assert world.engine.shares.request_pins.used == SLOT
         world.send(end)
-        assert not world.engine.bounds.kept.used
+        assert not world.engine.shares.request_pins.used
     world.pin(scheduler, [1], 10)
-    assert not world.engine.bounds.kept.used, "it drains"
+    assert not world.engine.shares.request_pins.used, "it drains"
 
 
 def test_what_is_over_the_share_is_counted_and_from_the_end() -> None:
     world = make_world(
-        slabs=32, write=WritePolicy.OFF, bounds=ShareLimits(pinned_bytes_max=32 * SLOT)
+        slabs=32, write=WritePolicy.OFF, shares=ShareLimits(pinned_bytes_max=32 * SLOT)
     )
     worker, scheduler = world.open(Role.WORKER), world.open(Role.SCHEDULER)
     world.stored(worker, 1, range(1, 31))
@@ -126,8 +126,8 @@ def test_what_is_over_the_share_is_counted_and_from_the_end() -> None:
     # A half of what may be pinned, and of that seven eighths for one session.
     counters = world.engine.counters
     assert (counters.chunks_pinned, counters.pins_refused) == (14, 16)
-    assert world.engine.bounds.refused == {("pin", "kept"): 1}
-    assert {one.chunk.key for one in world.engine.kept} == {key(n) for n in range(1, 15)}
+    assert world.engine.shares.refused == {("pin", "kept"): 1}
+    assert {one.chunk.key for one in world.engine.request_pins} == {key(n) for n in range(1, 15)}
     # Loads still get their leases.
     world.lease(scheduler, 7, range(20, 30))
     assert world.engine.snapshot().leases == 1
@@ -139,7 +139,7 @@ def test_a_tenant_at_its_limit_can_still_store() -> None:
     world.stored(worker, 1, range(1, 7), tenant=TENANT)
     world.pin(scheduler, range(1, 7), 10, tenant=TENANT)
     assert world.engine.counters.pins_refused == 3
-    assert world.engine.bounds.refused == {("pin", "tenant"): 1}
+    assert world.engine.shares.refused == {("pin", "tenant"): 1}
     commands = world.store(worker, 2, [50, 51, 52], tenant=TENANT)
     assert len(only(commands, Gather)) == 3
 
@@ -167,4 +167,4 @@ def test_a_corrupt_chunk_goes_all_the_same() -> None:
     assert not world.index
     world.now = 11.0
     world.send(Tick())
-    assert not world.engine.bounds.kept.used
+    assert not world.engine.shares.request_pins.used

@@ -57,7 +57,7 @@ def test_a_session_that_leaves_takes_only_what_nobody_else_wants(
     for segment in segments[:4]:
         queue.add(1, segment)
     queue.add(2, segments[3])
-    queue.leave(1)
+    queue.close_session(1)
     assert list(queue) == [segments[3]]
     queue.discard(segments[3])
     queue.check()
@@ -89,7 +89,7 @@ def test_nothing_is_lost_and_nothing_is_left(steps: list[tuple[str, int, int]]) 
                 queue.discard(segments[number])
                 wanted.pop(number, None)
             case "l":
-                queue.leave(session_id)
+                queue.close_session(session_id)
                 for sessions in wanted.values():
                     sessions.discard(session_id)
                 wanted = {number: sessions for number, sessions in wanted.items() if sessions}

@@ -27,7 +27,7 @@ def offer(stored: StoredChunks, found: dict[bytes, tuple[int, int]]) -> list[int
     keys = np.frombuffer(b"".join(names), dtype=np.uint8).reshape(-1, 32)
     masks = packed([found[name][0] for name in names], 2)
     times = np.array([found[name][1] for name in names], dtype=np.int64)
-    before = stored.offer(*tags_of(keys), masks, times)
+    before = stored.add(*tags_of(keys), masks, times)
     return [int.from_bytes(row.tobytes(), "little") for row in before]
 
 
@@ -61,10 +61,10 @@ def test_it_is_a_dict(
             model[name] = (held | mask, max(time, since if held else 0))
     live = {name: value for name, value in model.items() if value[0]}
     assert len(stored) == len(live)
-    assert sorted(stored.masks()) == sorted(mask for mask, _ in live.values())
+    assert sorted(mask for _, mask in stored.names()) == sorted(mask for mask, _ in live.values())
     for name in model:
-        assert (stored.get(name), stored.time(name)) == live.get(name, (0, 0))
-    assert stored.get(key(99)) == stored.time(key(99)) == 0
+        assert stored.entry(name) == live.get(name, (0, 0))
+    assert stored.entry(key(99)) == (0, 0)
 
 
 def test_many_entries_come_and_go_in_bounded_memory() -> None:
@@ -85,11 +85,11 @@ def test_those_that_come_by_the_thousand_take_no_more_than_their_columns() -> No
     for first in range(0, len(names), 5000):
         offer(stored, dict.fromkeys(names[first : first + 5000], (1, 5)))
     assert 26 * len(names) <= stored.size_bytes < 50 * len(names)
-    assert all(map(stored.get, names))
+    assert all(map(stored.mask, names))
     # Offered again they are what they were, and so are few among many.
     assert offer(stored, dict.fromkeys(names, (1, 9))) == [1] * len(names)
     assert offer(stored, dict.fromkeys(names[:7], (2, 5))) == [1] * 7
-    assert [(stored.get(name), stored.time(name)) for name in (names[6], names[7])] == [
+    assert [stored.entry(name) for name in (names[6], names[7])] == [
         (3, 9),
         (1, 9),
     ]
@@ -100,10 +100,10 @@ def test_as_many_ranks_as_a_world_has() -> None:
     stored, mask = StoredChunks(1), (1 << 100) - 2
     stored.set(key(2), 1, 1)
     stored.set(key(1), mask, 1 << 60)
-    assert (stored.get(key(1)), stored.time(key(1))) == (mask, 1 << 60)
+    assert stored.entry(key(1)) == (mask, 1 << 60)
     found = {key(1): (1, 1), key(2): (256, 1)}
     assert offer(stored, found) == [mask if name == key(1) else 1 for name in sorted(found)]
-    assert (stored.get(key(1)), stored.get(key(2))) == (mask | 1, 257)
+    assert (stored.mask(key(1)), stored.mask(key(2))) == (mask | 1, 257)
 
 
 def test_keys_made_to_collide_take_no_more_time_than_others() -> None:
@@ -112,7 +112,7 @@ def test_keys_made_to_collide_take_no_more_time_than_others() -> None:
     for name in names[::2]:
         stored.set(name, 1, 1)
     assert offer(stored, dict.fromkeys(names[1::2], (1, 1))) == [0] * (count // 2)
-    assert len(stored) == sum(map(stored.get, names)) == count
+    assert len(stored) == sum(map(stored.mask, names)) == count
 
 
 def test_names_can_be_walked_while_the_tables_change() -> None:

@@ -7,11 +7,11 @@ from collections import defaultdict
 
 import pytest
 
-from sidecar.core.commands import Command, Event, Released, Reply
+from sidecar.core.commands import Command, Event, Reply
 from sidecar.core.event_feeds import UNREAD_MAX
 from sidecar.protocol import Events, Role
 from tests import places
-from tests.sidecar.engine_names import RANK_0, key
+from tests.sidecar.engine_names import RANK_0, key, release
 from tests.sidecar.engine_world import World
 from tests.sidecar.worlds import make_world
 
@@ -56,7 +56,7 @@ class Listener:
         """Take what is there, and say so once."""
         for message in self._told.unread.pop(self.session_id, []):
             self._apply(message)
-        self._world.send(Released(self.session_id, (), (), heard=self._taken))
+        self._world.send(release(self.session_id, heard=self._taken))
 
     def _apply(self, message: Events) -> None:
         self._taken += 1
@@ -100,7 +100,7 @@ def test_one_that_comes_late_is_told_what_there_is() -> None:
 def test_whoever_reads_all_has_what_there_is(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     unread_max = 3
     places.patch(monkeypatch, "UNREAD_MAX", unread_max)
-    places.patch(monkeypatch, "WAITING_MAX", 5)
+    places.patch(monkeypatch, "FEED_CHUNKS_QUEUED_MAX", 5)
     places.patch(monkeypatch, "SLICE_CHUNKS", 2)
     chooser = random.Random(seed)
     world = make_world(slabs=2)

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.core.stored_table import FOREIGN_MAX, SegmentSources
+from sidecar.core.directory import FOREIGN_MAX, SegmentSources
 from tiers.kv.layout import Segment
 
 LAYERS, HEADS = 8, 8
@@ -32,12 +32,12 @@ def test_what_can_be_had_is_what_is_covered(
     segments = grid(*own)
     realm = SegmentSources(len(segments))
     for rank, segment in enumerate(segments):
-        realm.learn(rank, segment)
+        realm.register(rank, segment)
     foreign: list[Segment] = []
     for other in others:
         foreign += [one for one in grid(*other) if one not in segments and one not in foreign]
     foreign = foreign[:FOREIGN_MAX]
-    realm.learn_foreign(foreign)
+    realm.register_foreign(foreign)
     known = [*segments, *foreign]
     assert realm.known_mask == (1 << len(known)) - 1
     mask = data.draw(st.integers(0, realm.known_mask))
@@ -68,18 +68,18 @@ def box(segment: Segment) -> tuple[slice, slice]:
 
 def test_nothing_is_assembled_before_the_ranks_are_known() -> None:
     realm = SegmentSources(2)
-    realm.learn_foreign(grid(1, 1))
+    realm.register_foreign(grid(1, 1))
     assert realm.obtainable(0b100) == 0
     for rank, segment in enumerate(grid(1, 2)):
-        realm.learn(rank, segment)
+        realm.register(rank, segment)
     assert realm.obtainable(0b100) == 0b11
 
 
 def test_bits_of_others_only_ever_grow() -> None:
     realm = SegmentSources(1)
-    realm.learn(0, grid(1, 1)[0])
-    realm.learn_foreign(grid(1, 2))
-    realm.learn_foreign(grid(1, 2)[:1])
+    realm.register(0, grid(1, 1)[0])
+    realm.register_foreign(grid(1, 2))
+    realm.register_foreign(grid(1, 2)[:1])
     assert realm.obtainable(0b110) == 1
-    realm.learn_foreign([*grid(1, 2), *grid(1, 4), *grid(4, 8)])
+    realm.register_foreign([*grid(1, 2), *grid(1, 4), *grid(4, 8)])
     assert realm.known_mask == (1 << (1 + FOREIGN_MAX)) - 1

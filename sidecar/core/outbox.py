@@ -1,0 +1,105 @@
+"""What the parts of the core share: references to each other, the outbox, and sampling.
+
+Owns the order of the commands of one event. Which decisions lead to them is up to the parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from sidecar.core.commands import Command, IndexOffer, IndexSet, Reply, Resume
+from sidecar.protocol import Done
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sidecar.core.commands import Counters
+    from sidecar.core.directory import Directory, HostSegment
+    from sidecar.core.fair_share import FairShares
+    from sidecar.core.host_tier import HostTier
+    from sidecar.core.tenants import Tenants
+    from sidecar.protocol import JobOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class CoreParts:
+    """What most parts of the core take. Only references."""
+
+    directory: Directory
+    host: HostTier
+    counters: Counters
+    tenants: Tenants
+    shares: FairShares
+    emit: Callable[[Command], None]
+    """Adds a command to the outbox."""
+
+
+class Outbox:
+    """The commands of one event: first the index, then work, then messages.
+
+    A session gets one `Done` per event, and there is one `Resume` at a time.
+    """
+
+    def __init__(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._index: list[Command] = []
+        self._work: list[Command] = []
+        self._jobs: dict[int, list[JobOutcome]] = {}
+        self._replies: list[Command] = []
+        self._resuming = False
+        """Whether a `Resume` was sent and `Resumed` has not arrived."""
+
+    def emit(self, command: Command) -> None:
+        """Add a command."""
+        if isinstance(command, IndexSet | IndexOffer):
+            self._index.append(command)
+        elif isinstance(command, Reply):
+            self._replies.append(command)
+        elif isinstance(command, Resume):
+            if not self._resuming:
+                self._work.append(command)
+            self._resuming = True
+        else:
+            self._work.append(command)
+
+    def resumed(self) -> None:
+        """`Resumed` arrived."""
+        self._resuming = False
+
+    def job_ended(self, session_id: int, outcome: JobOutcome) -> None:
+        """Add the outcome of a job to the session's next `Done`."""
+        self._jobs.setdefault(session_id, []).append(outcome)
+
+    def take(self) -> list[Command]:
+        """Remove and return all commands, in order."""
+        done = [Reply(session, Done(self._epoch, jobs)) for session, jobs in self._jobs.items()]
+        commands = [*self._index, *self._work, *done, *self._replies]
+        self._index, self._work, self._jobs, self._replies = [], [], {}, []
+        return commands
+
+
+_ROUNDING: Final = 1e-6
+"""Sums of tenths fall short of one by less than this."""
+
+
+class Sampling:
+    """Which segments are compared with their checksum when they leave host memory.
+
+    A fixed part of all, 0 to 1, and every segment that is not `HostSegment.verified`. Counted per
+    rank, because ranks take turns: an even part of all would always select the same rank.
+
+    Invariant: not random; of n segments of one rank, n times the part are selected, plus or minus
+    one, and those that are not verified.
+    """
+
+    def __init__(self, part: float) -> None:
+        self._part = part
+        self._due: dict[int, float] = {}
+
+    def selects(self, segment: HostSegment) -> bool:
+        """Whether to compare this segment, which leaves now."""
+        due = self._due.get(segment.rank, 0.0) + self._part
+        selected = due > 1 - _ROUNDING
+        self._due[segment.rank] = due - selected
+        return selected or not segment.verified
