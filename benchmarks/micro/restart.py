@@ -74,7 +74,7 @@ def fill(config: Config) -> int:
 def adopt(pool: HostPool, restored: tuple[RestoredSlot, ...]) -> int:
     """As when the engine attaches; how many chunks it finds."""
     slots = PoolSlots(pool)
-    slots.note(LAYOUT, SlotTemplates(LAYOUT, DIGEST).slot_bytes)
+    slots.register(LAYOUT, SlotTemplates(LAYOUT, DIGEST).slot_bytes)
     limits = EngineLimits(
         writes_inflight_max=1,
         reads_inflight_max=1,

@@ -1,19 +1,19 @@
 """Copies between workers and slots: when one starts, and what a copy thread does.
 
-Owns the copy threads, the polling of fences, and the copy itself, one thread hop for all chunks of
-a job. Does not own which group is next (`copy_queue.py`), slots, sessions or what an outcome means.
+Owns the copy threads, the polling of fences, and the copy itself, one call in a thread for all
+chunks of a job. Does not own which group is next (`copy_queue.py`), slots, sessions, or what an
+outcome means.
 
 Invariants:
 
-* A load is reported as good only if every chunk of it that was to be verified hashed, on its way,
-  to the checksum taken when it left an engine. One corrupt chunk, and the whole job is a miss: its
-  blocks are computed, and none of them is read before. (Why not hash first and copy then:
-  docs/adr/0006.)
-* A copy holds the worker's fence lock while it touches the worker's memory, and starts only if
-  its job is not revoked. A lock that the worker has is tried again later, never waited for in a
-  thread, so one stopped worker cannot hold the copy threads.
-* Every command ends in exactly one `Copied`, however its session, its fence or the copy fare. One
-  that has not started by its deadline ends as expired, and never starts.
+* A load succeeds only if every chunk of it that is to be verified hashed, while it was copied, to
+  the checksum taken when it left an engine. One corrupt chunk makes a miss of the whole job: its
+  blocks are computed before they are read. (Why not hash before copying: docs/adr/0006.)
+* A copy holds the worker's fence lock while it touches the worker's memory, and starts only if its
+  job is not revoked. A lock that the worker holds is tried again later, never waited for in a
+  thread, so a stopped worker cannot occupy the copy threads.
+* Every command ends in exactly one `Copied`. One that has not started by its deadline ends as
+  expired, and never starts.
 * A started copy runs to its end; cancelling only stops the waiting for it.
 """
 
@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import anyio
@@ -45,8 +46,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Memory = npt.NDArray[np.uint8]
 
-HOP_BYTES_MAX: Final = 64 * 1024 * 1024
-"""Stores are cut into hops of about this size, so that a load never waits behind a large one."""
+STORE_BYTES_MAX: Final = 64 * 1024 * 1024
+"""Stores are cut into parts of this size, so that a load never waits behind a large one."""
 FENCE_POLL_SECONDS_MIN: Final = 0.0005
 FENCE_POLL_SECONDS_MAX: Final = 0.005
 
@@ -74,7 +75,7 @@ class Copies:
 
     @property
     def loads_pending(self) -> int:
-        """Loads whose fence was reached and that have not ended: engines wait for these."""
+        """Loads that are ready or run. Engines wait for these."""
         return self.queue.loads_ready + self._loads_running
 
     @property
@@ -83,12 +84,12 @@ class Copies:
         return len(self.queue) + self._running
 
     def stuck_seconds(self, now: float) -> float:
-        """How long no copy thread has been free to begin a copy; 0 while one is."""
+        """Seconds since a copy thread was last free; 0 while one is."""
         return now - self._begun[-1] if len(self._begun) >= self._threads else 0.0
 
     async def run(self) -> None:
         """Work on the queue until cancelled; a copy that runs then is waited for."""
-        # Engines wait for a copy, which holds their fence: it does not stand behind anybody.
+        # Engines wait for a copy, which holds their fence. Its thread keeps the process's priority.
         threads = OwnThreads(self._threads, "kvlake-copy")
         try:
             async with anyio.create_task_group() as group:
@@ -99,8 +100,8 @@ class Copies:
             threads.close()
 
     def add(self, group: CopyGroup) -> None:
-        """Queue a group; one whose fence is reached already does not wait for the next poll."""
-        for part in _hops(group):
+        """Queue a group. Where its fence is reached already, it need not wait for a poll."""
+        for part in _parts_of(group):
             if self.queue.add(part):
                 self._ready.release()
             else:
@@ -108,7 +109,7 @@ class Copies:
                 self._arrived.set()
 
     def drop(self, session: Session) -> None:
-        """End what has not started of a session that is over: nobody waits for it."""
+        """End the groups of a closed session that have not started."""
         for group in self.queue.drop(session):
             self._finished(group.all_ended(CopyOutcome.REVOKED, "the session ended"))
 
@@ -124,11 +125,8 @@ class Copies:
             for _ in range(ready):
                 self._ready.release()
             for group in expired:
-                what = (
-                    "the worker was taking blocks back"
-                    if group.memory.fence.revoking
-                    else (f"fence {group.fence} was not reached")
-                )
+                revoking = group.memory.fence.revoking
+                what = "the worker revoked" if revoking else f"fence {group.fence} was not reached"
                 detail = f"{what} until the job's deadline"
                 self._finished(group.all_ended(CopyOutcome.EXPIRED, detail))
 
@@ -154,8 +152,8 @@ class Copies:
                 self._loads_running -= group.is_load
                 self._begun.remove(begun)
             if ended is None:
-                # The worker was revoking at that moment. Its lock lasts microseconds, or as long
-                # as it is stopped: back to the gate, where the deadline bounds it.
+                # The worker holds its lock for microseconds, or as long as it is stopped. The gate
+                # tries again until the deadline.
                 self._retry(group)
             else:
                 self._finished(ended)
@@ -181,8 +179,8 @@ class Copies:
         except BlockingIOError:
             return None
         except Exception as error:
-            # A copy that raised is a miss to its engine, and no reason to leave the others alone.
-            # Not `exception`: a record that is kept would keep the worker's memory mapped.
+            # A copy that raised is a miss for its engine; the other copies go on.
+            # Not `exception`: a log record that is kept would keep the worker's memory mapped.
             _logger.error(  # noqa: TRY400
                 "copy failed",
                 extra=fields(
@@ -192,21 +190,14 @@ class Copies:
             return group.all_ended(CopyOutcome.FAILED, str(error))
 
 
-def _hops(group: CopyGroup) -> Iterable[CopyGroup]:
+def _parts_of(group: CopyGroup) -> Iterable[CopyGroup]:
     if group.is_load:
-        # Whole: one corrupt chunk makes a miss of the job, so there is one answer for all of it.
+        # Not cut: one corrupt chunk makes a miss of the job, so all of it has one answer.
         return [group]
     chunk_bytes = group.rank.layout.payload_bytes(group.rank.layout.blocks_per_chunk)
-    step = max(1, HOP_BYTES_MAX // chunk_bytes)
+    step = max(1, STORE_BYTES_MAX // chunk_bytes)
     return [
-        CopyGroup(
-            group.session,
-            group.memory,
-            group.rank,
-            group.commands[first : first + step],
-            group.deadline,
-            group.part,
-        )
+        replace(group, commands=group.commands[first : first + step])
         for first in range(0, len(group.commands), step)
     ]
 
@@ -251,7 +242,7 @@ def scatter_group(group: CopyGroup, pool: Memory) -> list[Copied]:
     corrupt: dict[int, str] = {}
 
     def begin(command: Scatter) -> Transfer:
-        _, wanted, _ = _parts(group, command, pool)
+        _, wanted, _ = _payload(group, command, pool)
         return group.region.scatter(_ids(command.block_ids), wanted)
 
     with group.memory.fence.copying(group.job_id) as valid, contextlib.ExitStack() as begun:
@@ -273,12 +264,12 @@ def scatter_group(group: CopyGroup, pool: Memory) -> list[Copied]:
 
 
 def _finish_scatter(group: CopyGroup, command: Scatter, pool: Memory, transfer: Transfer) -> None:
-    """See the wanted blocks of one slot through; hash all of it, for the checksum covers all."""
+    """Finish the transfer of the wanted blocks, and hash the whole slot for its checksum."""
     if not command.verify:
-        transfer.finish(_not_looked_at)
+        transfer.finish(lambda _: None)
         return
     template = group.rank.templates[command.num_blocks]
-    before, _, after = _parts(group, command, pool)
+    before, _, after = _payload(group, command, pool)
     hasher = payload_hasher()
     hasher.update(before.data)
     transfer.finish(hasher.update)
@@ -287,11 +278,7 @@ def _finish_scatter(group: CopyGroup, command: Scatter, pool: Memory, transfer: 
     template.check(slot, hasher.digest())
 
 
-def _not_looked_at(piece: object) -> None:
-    """What a transfer shows its payload to when nobody hashes it."""
-
-
-def _parts(group: CopyGroup, command: Scatter, pool: Memory) -> tuple[Memory, Memory, Memory]:
+def _payload(group: CopyGroup, command: Scatter, pool: Memory) -> tuple[Memory, Memory, Memory]:
     """The payload of a slot: before the wanted blocks, those, and after them."""
     layout, template = group.rank.layout, group.rank.templates[command.num_blocks]
     payload = template.payload(pool[command.slot : command.slot + template.image_bytes])
@@ -303,10 +290,10 @@ def _parts(group: CopyGroup, command: Scatter, pool: Memory) -> tuple[Memory, Me
 def _one_ahead(
     commands: Iterable[T], begin: Callable[[T], Transfer], begun: contextlib.ExitStack
 ) -> Iterator[tuple[T, Transfer]]:
-    """Each command with its transfer, the next one begun before this one is finished.
+    """Each command with its transfer; the next one is begun before this one is finished.
 
-    So that copy engines work while a core hashes. `begun` waits at its end for every transfer:
-    whatever is raised meanwhile, no copy outlives it. What `begin` raises comes from `finish`.
+    Copy engines then work while a core hashes. `begun` waits at its end for every transfer, so no
+    copy outlives it. What `begin` raises is raised by `finish`.
     """
     ahead: tuple[T, Transfer] | None = None
     for command in commands:

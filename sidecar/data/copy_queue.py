@@ -1,16 +1,16 @@
-"""Copies that wait: for their worker's fence, then for a copy thread, in an order that is fair.
+"""Copies that wait for their worker's fence, and then for a copy thread, in a fair order.
 
-Owns the groups of `Gather` and `Scatter` commands until a copy thread takes them, and the order in
-which it does: loads before stores, the sessions of each kind in turn, the groups of one session as
-they came. Does not own the threads, nor what a copy does (`copies.py`), and reads no clock.
+Owns the groups of `Gather` and `Scatter` commands until a copy thread takes them, and their order:
+loads before stores, the sessions of each kind in turn, the groups of one session as they came. Does
+not own the threads or the copies (`copies.py`), and reads no clock.
 
 Invariants:
 
 * A group is in one place: behind its fence, ready, or gone.
 * A session that floods delays another's next group by one group of its own, not by its backlog.
-* Groups of one session come with fences and deadlines that do not go back, so a look at every
-  queue costs the number of sessions, not of groups. Where a client breaks that, its own groups
-  wait for the head of its own queue, at most until their deadline.
+* Fences and deadlines of one session's groups do not decrease, so polling all queues costs the
+  number of sessions, not of groups. A client that breaks this delays its own groups only, until
+  their deadline at most.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tiers.kv.copy import Region
 
 LOADS_IN_A_ROW_MAX: Final = 8
-"""Loads go before stores, but a waiting store gets every ninth turn."""
+"""A waiting store gets every ninth turn."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,13 +42,13 @@ class CopyGroup:
     rank: RankLayout
     commands: Sequence[Gather | Scatter]
     deadline: float
-    """Moment (monotonic seconds) after which the group is no longer worth waiting for."""
+    """Monotonic seconds after which the group must not start."""
     part: int = 0
-    """Which of the worker's KV cache groups the chunks are of."""
+    """The worker's KV cache group that the chunks are of."""
 
     @property
     def region(self) -> Region:
-        """The worker's memory, as that KV cache group lies in it."""
+        """That KV cache group in the worker's memory."""
         return self.memory.regions[self.part]
 
     @property
@@ -73,12 +73,12 @@ class CopyGroup:
         return fence.reached(self.fence) and not fence.revoking
 
     def all_ended(self, outcome: CopyOutcome, detail: str = "") -> list[Copied]:
-        """The same ending for every command."""
+        """The same outcome for every command."""
         return [Copied(command.copy_id, outcome, detail) for command in self.commands]
 
 
-class _Turns:
-    """Groups by session; the sessions take turns."""
+class _RoundRobin:
+    """Groups by session. The sessions take turns."""
 
     def __init__(self) -> None:
         self._queues: dict[Session, deque[CopyGroup]] = {}
@@ -130,9 +130,9 @@ class CopyQueue:
     """Groups on their way to the copy threads."""
 
     def __init__(self) -> None:
-        self._waiting = (_Turns(), _Turns())
-        self._loads = _Turns()
-        self._stores = _Turns()
+        self._waiting = (_RoundRobin(), _RoundRobin())
+        self._loads = _RoundRobin()
+        self._stores = _RoundRobin()
         self._loads_in_a_row = 0
 
     def __len__(self) -> int:
@@ -141,17 +141,17 @@ class CopyQueue:
     @property
     def waiting(self) -> int:
         """Groups whose fence was not reached yet."""
-        return sum(turns.count for turns in self._waiting)
+        return sum(queue.count for queue in self._waiting)
 
     @property
     def loads_ready(self) -> int:
-        """Loads that only wait for a thread."""
+        """Loads whose fence was reached."""
         return self._loads.count
 
     def add(self, group: CopyGroup) -> bool:
-        """Queue a group. True if it is ready at once."""
+        """Queue a group. True if it is ready now."""
         waiting = self._waiting[group.is_load]
-        # Behind those of its session that wait: their order is what keeps a look at it cheap.
+        # Behind the waiting groups of its session, so that `sweep` need only look at the first.
         if waiting.head(group.session) is None and group.may_start:
             self._make_ready(group)
             return True
@@ -159,31 +159,31 @@ class CopyQueue:
         return False
 
     def put_back(self, group: CopyGroup) -> None:
-        """A group that could not start, because its worker was revoking at that moment."""
+        """Queue a group again that could not start because its worker was revoking."""
         self._waiting[group.is_load].push_back(group)
 
     def _make_ready(self, group: CopyGroup) -> None:
         (self._loads if group.is_load else self._stores).append(group)
 
     def sweep(self, now: float) -> tuple[int, list[CopyGroup]]:
-        """Let groups through as their fences are reached: how many, and those that expired."""
+        """Make groups ready whose fence is reached. Returns how many, and the expired groups."""
         ready, expired = 0, list[CopyGroup]()
-        for turns in self._waiting:
-            for session, first in turns.heads():
+        for queue in self._waiting:
+            for session, first in queue.heads():
                 group: CopyGroup | None = first
                 while group is not None:
                     if group.may_start:
-                        self._make_ready(turns.pop(session))
+                        self._make_ready(queue.pop(session))
                         ready += 1
                     elif now > group.deadline:
-                        expired.append(turns.pop(session))
+                        expired.append(queue.pop(session))
                     else:
                         break
-                    group = turns.head(session)
+                    group = queue.head(session)
         return ready, expired
 
     def next(self) -> CopyGroup | None:
-        """The group whose turn it is; None where there is none (any more)."""
+        """The group whose turn it is, or None."""
         if self._loads and (self._loads_in_a_row < LOADS_IN_A_ROW_MAX or not self._stores):
             self._loads_in_a_row += 1
             return self._loads.take()
@@ -191,12 +191,12 @@ class CopyQueue:
         return self._stores.take() if self._stores else None
 
     def heads(self) -> list[tuple[Session, CopyGroup]]:
-        """Each session's next group, of those that wait and of loads and stores that are ready."""
-        return [head for turns in self._turns() for head in turns.heads()]
+        """Each session's next group: waiting, ready loads, ready stores."""
+        return [head for queue in self._queues() for head in queue.heads()]
 
     def drop(self, session: Session) -> list[CopyGroup]:
         """Take every group of a session out."""
-        return [group for turns in self._turns() for group in turns.drop(session)]
+        return [group for queue in self._queues() for group in queue.drop(session)]
 
-    def _turns(self) -> tuple[_Turns, ...]:
+    def _queues(self) -> tuple[_RoundRobin, ...]:
         return self._loads, self._stores, *self._waiting

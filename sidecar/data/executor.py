@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVarTuple
 
 import anyio
 import anyio.abc
@@ -60,10 +60,10 @@ if TYPE_CHECKING:
     from sidecar.data.copies import Copies
     from sidecar.protocol import ServerMessage
     from sidecar.sessions.namespaces import RankLayout, RealmLayout, Realms
-    from sidecar.sessions.session import Session, Sessions
+    from sidecar.sessions.session import Sessions
     from tiers.store.object_tier import ObjectTier
 
-C = TypeVar("C", Write, Read, str)
+Ts = TypeVarTuple("Ts")
 
 VERIFY_THREADS: Final = 1
 """Threads that hash what was not hashed on arrival, and what is written. Copies have their own."""
@@ -103,7 +103,9 @@ class Executor:
         self._store_deadline_seconds = store_deadline_seconds
         self._feed = feed
         self._reply = reply
-        self.indexes = IndexUpdater(index_moved, self._grow)
+        self.indexes = IndexUpdater(
+            index_moved, lambda realm: self._start(self.indexes.grow, realm)
+        )
         self._store_failed = store_failed or (lambda _: None)
         self._verifying = anyio.CapacityLimiter(VERIFY_THREADS)
         self._reader = (
@@ -112,7 +114,7 @@ class Executor:
         self._tasks: anyio.abc.TaskGroup | None = None
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
-        """Own the tasks of the store's verbs until cancelled."""
+        """Run the tasks of commands until cancelled."""
         async with anyio.create_task_group() as tasks:
             self._tasks = tasks
             task_status.started()
@@ -124,13 +126,8 @@ class Executor:
         for command in commands:
             match command:
                 case Gather() | Scatter():
-                    name = (
-                        command.session_id,
-                        command.job_id,
-                        command.realm_id,
-                        type(command),
-                    )
-                    groups.setdefault(name, []).append(command)
+                    job = (command.session_id, command.job_id, command.realm_id, type(command))
+                    groups.setdefault(job, []).append(command)
                 case Reply():
                     self._reply(command.session_id, command.message)
                 case IndexSet():
@@ -142,23 +139,20 @@ class Executor:
                 case Read():
                     self._start(self._read, command)
                 case Quarantine():
-                    self._start_quarantine(command)
+                    # Named now: its realm may be forgotten before the task begins.
+                    _, name = self._object(command.realm_id, command.bit, command.key)
+                    self._start(self._quarantine, name)
                 case Withdraw():
                     self._withdraw(command)
                 case Resume():
-                    assert self._tasks is not None, "commands come only while run() runs"
-                    self._tasks.start_soon(self._resume)
+                    # A task begins in the next turn of the loop, behind whatever is ready now.
+                    self._start(self._resume)
         for group in groups.values():
             self._copy(group)
 
-    def _start(self, verb: Callable[[C], Coroutine[Any, Any, None]], command: C) -> None:
+    def _start(self, work: Callable[[*Ts], Coroutine[Any, Any, None]], *given: *Ts) -> None:
         assert self._tasks is not None, "commands come only while run() runs"
-        self._tasks.start_soon(verb, command)
-
-    def _start_quarantine(self, command: Quarantine) -> None:
-        # Named now: its realm may be forgotten before the task begins.
-        _, name = self._object(command.realm_id, command.bit, command.key)
-        self._start(self._quarantine, name)
+        self._tasks.start_soon(work, *given)
 
     def _copy(self, commands: list[Gather | Scatter]) -> None:
         first = commands[0]
@@ -167,25 +161,19 @@ class Executor:
             for command in commands:
                 self._feed(Copied(command.copy_id, CopyOutcome.REVOKED, "the session ended"))
             return
-        self._copies.add(self._group(session, commands))
-
-    def _group(self, session: Session, commands: list[Gather | Scatter]) -> CopyGroup:
-        assert session.memory is not None
-        loading = isinstance(commands[0], Scatter)
+        loading = isinstance(first, Scatter)
         seconds = self._load_deadline_seconds if loading else self._store_deadline_seconds
-        realm = self._realms[commands[0].realm_id]
-        return CopyGroup(
-            session=session,
-            memory=session.memory,
-            rank=realm.ranks[commands[0].rank],
-            commands=commands,
-            deadline=time.monotonic() + seconds,
-            part=session.realms.index(realm),
+        realm = self._realms[first.realm_id]
+        self._copies.add(
+            CopyGroup(
+                session=session,
+                memory=session.memory,
+                rank=realm.ranks[first.rank],
+                commands=commands,
+                deadline=time.monotonic() + seconds,
+                part=session.realms.index(realm),
+            )
         )
-
-    def _grow(self, realm: RealmLayout) -> None:
-        assert self._tasks is not None, "commands come only while run() runs"
-        self._tasks.start_soon(self.indexes.grow, realm)
 
     def _object(self, realm_id: int, bit: int, key: bytes) -> tuple[RankLayout, str]:
         realm = self._realms[realm_id]
@@ -220,7 +208,7 @@ class Executor:
         self._feed(Written(command.write_id, outcome, num_bytes, written_at))
 
     def _announce(self, command: Write, rank: RankLayout, size_bytes: int) -> int:
-        """Have the catalog say that an object is there; returns when it was written."""
+        """Announce an object in the catalog; returns when it was written."""
         assert self._catalogs is not None, "the engine writes only where there is a store"
         row = Row(
             key=command.key,
@@ -242,11 +230,10 @@ class Executor:
         self._catalogs.announce(realm, Row(command.key, segment, command.written_at))
 
     async def _resume(self) -> None:
-        # A task of its own begins in the next turn of the loop, behind whatever is ready now.
         self._feed(Resumed())
 
     async def _give_way(self) -> None:
-        """Let loads go first: hashing and sending take cores, and nobody waits for a write."""
+        """Let loads go first: hashing and sending take cores, and no engine waits for a write."""
         until = time.monotonic() + GIVE_WAY_SECONDS_MAX
         while self._copies.loads_pending and time.monotonic() < until:  # noqa: ASYNC110 (rare)
             await anyio.sleep(GIVE_WAY_POLL_SECONDS)

@@ -1,11 +1,11 @@
-"""Host memory as this sidecar's file: opened, looked through, mapped ahead, kept or given back.
+"""Host memory as this sidecar's file: opened, scanned, mapped ahead, kept or removed.
 
-Owns how the pool's life is tied to the process' and what an operator is told about it. Does not own
-the file (`tiers/pool/host_pool.py`), nor what becomes of what it held (`core/engine.py`).
+Owns how the pool's lifetime is tied to the process, and the log lines about it. Does not own the
+file (`tiers/pool/host_pool.py`), or what becomes of what it held (`core/engine.py`).
 
-Invariants: a sidecar that ends in order leaves its memory exactly if `host.after_stop` says so and
-there is something in it; one that ends because of a bug in it leaves none, for what it decided last
-is not to be trusted.
+Invariants: a sidecar that ends in order keeps its memory if `host.after_stop` says so and the
+memory holds something; one that ends because of a bug keeps none, because its last decisions cannot
+be trusted.
 """
 
 from __future__ import annotations
@@ -41,10 +41,9 @@ _logger = logging.getLogger("kvlake.server")
 
 
 def open_pool(config: Config) -> tuple[HostPool, tuple[RestoredSlot, ...]]:
-    """Open the pool of this sidecar's name, and say what an earlier one left in it.
+    """Open the pool of this sidecar's name. Returns it with what an earlier process left in it.
 
-    Raises `StartError` where it cannot be had. Takes as long as touching all of the memory, where
-    it is new, and less than a second where it is taken over.
+    Raises `StartError`. New memory is touched, which takes time; a takeover less than a second.
     """
     path = config.pool_path
     began = time.monotonic()
@@ -57,7 +56,7 @@ def open_pool(config: Config) -> tuple[HostPool, tuple[RestoredSlot, ...]]:
             threads=config.host.touching_threads,
             placement=placement,
         )
-    _tell_where(pool)
+    _log_placement(pool)
     if pool.emptied:
         _logger.warning(
             "host memory starts empty: its file was not taken over",
@@ -84,7 +83,7 @@ def open_pool(config: Config) -> tuple[HostPool, tuple[RestoredSlot, ...]]:
 
 
 def placement_of(config: Config, root: Path = Path("/")) -> Placement:
-    """On which NUMA nodes the pool shall lie, tried. Raises `StartError` where it cannot."""
+    """The NUMA nodes of the pool, tried out. Raises `StartError`."""
     with _pool_errors():
         placement = Placement.of(config.host.numa, root)
         placement.settle()
@@ -105,7 +104,7 @@ def _pool_errors() -> Generator[None]:
         raise StartError(f"host: {error}") from error
 
 
-def _tell_where(pool: HostPool) -> None:
+def _log_placement(pool: HostPool) -> None:
     placement = pool.placement
     if placement.refused:
         _logger.warning("host memory is not placed", extra=fields(reason=placement.reason))
@@ -139,14 +138,14 @@ def _restored(image: FoundImage) -> RestoredSlot:
 def closing(
     pool: HostPool, *, keep: bool, option: str = ""
 ) -> Callable[[_Raised, object, object], None]:
-    """What keeps or removes the pool's memory at the end, for an exit stack. No copy runs then.
+    """An exit callback that keeps or removes the pool's memory. No copy may run then.
 
     `option` names the configuration in a command (`Config.option`).
     """
 
     def close(raised: _Raised, error: object, traceback: object) -> None:
         del error, traceback
-        # Not to start is no bug, nor is to be cancelled (which is no Exception).
+        # `StartError` is no bug, and a cancellation is no Exception.
         kind = raised or StartError
         bug = issubclass(kind, Exception) and not issubclass(kind, StartError)
         _close(pool, keep=keep and not bug, option=option)
@@ -168,9 +167,9 @@ def _close(pool: HostPool, *, keep: bool, option: str) -> None:
 
 
 async def map_ahead(pool: HostPool) -> None:
-    """Map the pages of a pool that was taken over, beside all else. Safe to cancel.
+    """Map the pages of a pool that was taken over, in the background. Safe to cancel.
 
-    Until then a copy into a page that was not touched since takes a fault, which makes it slower.
+    A copy into a page that is not mapped yet takes a page fault and is slower.
     """
     limiter = anyio.CapacityLimiter(1)
     try:

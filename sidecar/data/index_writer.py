@@ -1,13 +1,13 @@
-"""Carrying out what the engine has the shared indexes say, and growing them.
+"""Writes the shared indexes as the engine commands, and grows them.
 
-Owns turning its commands into entries, and when and how an index is replaced by a larger one: a
-small one at once, a large one a few slots at a time, so that the event loop is held for some
-milliseconds and no longer. Does not own the tables (`tiers/kv/index.py`), nor who reads them.
+Owns turning commands into entries, and when an index is replaced by a larger one: a small one at
+once, a large one a few slots at a time, so that the event loop is held for milliseconds. Does not
+own the tables (`tiers/kv/index.py`), or who reads them.
 
-Invariants: until the larger one takes its place, the smaller one is what readers have, and is true
-but for entries that found no room in it; one growth of a realm runs at a time, and ends at its next
-step if the realm is forgotten. Without memory for a larger one the smaller one stays, and the next
-entry after a pause tries again.
+Invariants: until the larger index takes its place, readers have the smaller one, which is true but
+for entries that found no room in it; one growth of a realm runs at a time, and ends at its next
+step if the realm is forgotten. Without memory for a larger index the smaller one stays, and the
+next entry after a pause tries again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from sidecar.sessions.namespaces import RealmLayout
 
 SLOTS_AT_ONCE_MAX: Final = 1 << 17
-"""An index of so many slots grows in some 10 ms."""
+"""An index of this size grows in some 10 ms."""
 INDEX_RETRY_SECONDS: Final = 10.0
 
 _logger = logging.getLogger("kvlake.index")
@@ -48,7 +48,7 @@ class IndexUpdater:
     """Writes the indexes of all realms.
 
     Args:
-        moved: tells readers that a realm has another index now.
+        moved: called when a realm has another index.
         start: runs `grow` for a realm whose index could not grow at once.
     """
 
@@ -60,27 +60,27 @@ class IndexUpdater:
         # realm_id -> set when the growth that runs has ended.
         self._growing: dict[int, anyio.Event] = {}
         self.growing_bytes = 0
-        """Of larger indexes that are being filled; readers have the smaller ones."""
+        """Of larger indexes that are being filled."""
 
     def set(self, realm: RealmLayout, command: IndexSet) -> None:
-        """Say what is true of one chunk."""
+        """Set the flags of one chunk."""
         flags = FLAG_HOST * command.in_host | FLAG_STORE * command.in_store
         realm.index.set(tag_of(command.key, realm.index_salt), flags)
-        self._see_to_room(realm)
+        self._grow_if_full(realm)
 
     def offer(self, realm: RealmLayout, command: IndexOffer) -> None:
-        """Say of many chunks that the store holds them."""
+        """Set many chunks as held by the store."""
         realm.index.set_many(tags_in(command.keys, realm.index_salt), FLAG_STORE)
-        self._see_to_room(realm)
+        self._grow_if_full(realm)
 
     def withdraw(self, realm: RealmLayout, names: Sequence[bytes]) -> None:
-        """Say of many chunks, by the first halves of their keys, that they are nowhere."""
-        # The other halves are in no tag.
+        """Clear the flags of many chunks, named by the first halves of their keys."""
+        # No tag depends on the other halves.
         keys = [name.ljust(KEY_BYTES) for name in names]
         realm.index.set_many(tags_of(keys, realm.index_salt), 0)
 
     async def settled(self, realm: RealmLayout) -> None:
-        """Wait until a growth that runs has ended."""
+        """Wait until the growth that runs has ended."""
         event = self._growing.get(realm.realm_id)
         if event is not None:
             await event.wait()
@@ -113,14 +113,14 @@ class IndexUpdater:
             larger.close()
         self._growing.pop(realm.realm_id).set()
 
-    def _see_to_room(self, realm: RealmLayout) -> None:
+    def _grow_if_full(self, realm: RealmLayout) -> None:
         while realm.index.needs_growth and realm.realm_id not in self._growing:
             if realm.index.slots > SLOTS_AT_ONCE_MAX or not self._grow_at_once(realm):
                 self._growing[realm.realm_id] = anyio.Event()
                 self._start(realm)
 
     def _grow_at_once(self, realm: RealmLayout) -> bool:
-        """False without memory for it: `grow` says so, and waits."""
+        """False without memory for it: `grow` logs that, and waits."""
         try:
             larger = realm.index.grown()
         except OSError:
@@ -131,7 +131,7 @@ class IndexUpdater:
     def _replace(self, realm: RealmLayout, larger: IndexWriter) -> None:
         smaller, realm.index = realm.index, larger
         self._moved(realm)
-        # Readers of the old mapping miss until they take the new one; that is what `close` says.
+        # Readers of the old mapping miss until they take the new one.
         smaller.close()
 
 

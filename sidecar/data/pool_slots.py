@@ -1,7 +1,7 @@
-"""Slots of the host pool as the engine asks for them: by geometry, not by size.
+"""The engine's `SlotAllocator` over a `HostPool`: slots by chunk geometry instead of by size.
 
-Owns the map from a rank's chunk geometry to the pool's slot class. Does not own slots (the pool)
-nor what is in them (the engine). Invariant: a geometry is noted, and the pool has accepted its
+Owns the map from a rank's chunk geometry to the pool's slot class. Does not own slots (the pool),
+or what is in them (the engine). Invariant: a geometry is registered, and the pool has accepted its
 slot size, before the engine hears of it.
 """
 
@@ -17,19 +17,27 @@ if TYPE_CHECKING:
 
 
 class PoolSlots:
-    """The engine's `SlotAllocator` over a `HostPool`."""
+    """See `SlotAllocator`. All but the slot class of a geometry is the pool's own."""
 
     def __init__(self, pool: HostPool) -> None:
         self._pool = pool
         self._classes: dict[ChunkLayout, int] = {}
+        self.allocate = pool.allocate
+        self.set_tag = pool.set_tag
+        self.seal = pool.seal
+        self.unseal = pool.unseal
+        self.touch = pool.touch
+        self.free = pool.free
+        self.class_of = pool.class_of
+        self.slot_bytes = pool.slot_bytes
 
-    def note(self, layout: ChunkLayout, slot_bytes: int) -> None:
+    def register(self, layout: ChunkLayout, slot_bytes: int) -> None:
         """Register the slot size of a geometry. Raises `PoolError` where no slot of it fits."""
         if layout not in self._classes:
             self._classes[layout] = self._pool.register_class(slot_bytes)
 
     def keep(self, layouts: Collection[ChunkLayout]) -> None:
-        """Forget all other geometries, and sizes of which nobody has a slot."""
+        """Forget all other geometries, and slot sizes without a slot in use."""
         for layout in [layout for layout in self._classes if layout not in layouts]:
             del self._classes[layout]
         self._pool.keep_classes(set(self._classes.values()))
@@ -37,38 +45,6 @@ class PoolSlots:
     def slot_class(self, layout: ChunkLayout) -> int:
         """See `SlotAllocator.slot_class`."""
         return self._classes[layout]
-
-    def allocate(self, class_id: int) -> int | None:
-        """See `SlotAllocator.allocate`."""
-        return self._pool.allocate(class_id)
-
-    def set_tag(self, offset: int, tag: bytes) -> None:
-        """See `SlotAllocator.set_tag`."""
-        self._pool.set_tag(offset, tag)
-
-    def seal(self, offset: int) -> None:
-        """See `SlotAllocator.seal`."""
-        self._pool.seal(offset)
-
-    def unseal(self, offset: int) -> None:
-        """See `SlotAllocator.unseal`."""
-        self._pool.unseal(offset)
-
-    def touch(self, offset: int) -> None:
-        """See `SlotAllocator.touch`."""
-        self._pool.touch(offset)
-
-    def free(self, offset: int) -> None:
-        """See `SlotAllocator.free`."""
-        self._pool.free(offset)
-
-    def class_of(self, offset: int) -> int:
-        """See `SlotAllocator.class_of`."""
-        return self._pool.class_of(offset)
-
-    def slot_bytes(self, class_id: int) -> int:
-        """See `SlotAllocator.slot_bytes`."""
-        return self._pool.slot_bytes(class_id)
 
     @property
     def size_bytes(self) -> int:

@@ -394,7 +394,9 @@ class Handshakes:
         except LayoutError as error:
             raise AttachRefused("layout", str(error)) from error
         try:
-            dispatcher.slots.note(layout, realm.ranks[attach.segment_number].templates.slot_bytes)
+            dispatcher.slots.register(
+                layout, realm.ranks[attach.segment_number].templates.slot_bytes
+            )
         except BaseException as error:
             if learnt:
                 del realm.ranks[attach.segment_number]

@@ -151,10 +151,10 @@ async def test_no_copy_starts_while_the_worker_waits_to_revoke(bench: Bench) -> 
         assert await bench.wait(2) == {0: CopyOutcome.REVOKED, 1: CopyOutcome.OK}
 
 
-async def test_large_stores_are_cut_into_hops(
+async def test_large_stores_are_cut_into_parts(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places.patch(monkeypatch, "HOP_BYTES_MAX", 2 * LAYOUT.chunk(4).payload_bytes(4))
+    places.patch(monkeypatch, "STORE_BYTES_MAX", 2 * LAYOUT.chunk(4).payload_bytes(4))
     async with running(bench) as work:
         work.add(bench.group(*(bench.gather(number) for number in range(5))))
         assert work.pending == 3

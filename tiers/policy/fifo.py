@@ -1,8 +1,7 @@
 """First in, first out: the order in which chunks came, whatever is used.
 
-Owns the order only. It is the baseline that a better policy has to beat, and the choice where
-prompts are not repeated in any pattern. Chunks of a chain come head first, so its head goes first
-and leaves the rest unreachable until it follows: that is what `lru` avoids.
+The baseline for other policies, and the choice where prompts are not repeated in any pattern. The
+head of a chain comes first and goes first, and leaves the rest unreachable: `lru` avoids that.
 
 Invariant: a key keeps its place from `add` to `remove`. Every call is O(1).
 """

@@ -1,9 +1,8 @@
 """Least recently used, with the tail of a chain going before its head.
 
-Owns the order. A chunk can be used only together with all chunks before it, so using one uses its
-cached ancestors too: they are at least as recent, and of two that were used by the same touch, the
-child goes first. The head of a chain is therefore evicted last, and what stays of a chain is
-always a prefix that can be looked up.
+A chunk can be used only together with all chunks before it, so using one uses its cached ancestors
+too: they are at least as recent, and of two that were used by the same touch the child goes first.
+The head of a chain is evicted last, so what stays of a chain is a prefix that can be looked up.
 
 Invariants:
 
@@ -12,11 +11,11 @@ Invariants:
   the first ancestor that is not cached.
 
 The path makes the usual calls O(1): a chain that is touched from its head down, or from its tail
-up, finds the parent or itself on the path, and moves one entry. A touch of any other chain moves
-as many entries as it does not share with the path, at most the length of the chain.
+up, finds the parent or itself on the path, and moves one entry. A touch of another chain moves the
+entries that it does not share with the path, at most the length of the chain.
 
-Rejected: ordering by each key's own touch and searching for leaves when victims are asked for.
-The old end then fills with inner chunks of chains in use, which every call must step over.
+Rejected: ordering by each key's own touch, and searching for leaves when victims are needed. The
+old end then fills with inner chunks of chains in use, which every call must skip.
 """
 
 from __future__ import annotations
@@ -54,15 +53,15 @@ class LruPolicy:
         return len(self._links)
 
     def add(self, key: Hashable, parent: Hashable | None) -> None:
-        """Take a new key as used now. Raises `KeyError` if it is there already."""
+        """Add a key as used now. Raises `KeyError` if it is there already."""
         if key in self._links:
             raise KeyError(f"{key!r} was added twice")
         link = self._links[key] = _Link(key, parent)
-        self._freshen(link)
+        self._refresh(link)
 
     def touch(self, key: Hashable) -> None:
         """Make a key and its cached ancestors the last. Raises `KeyError` if it is not there."""
-        self._freshen(self._links[key])
+        self._refresh(self._links[key])
 
     def remove(self, key: Hashable) -> None:
         """Forget a key. Raises `KeyError` if it is not there."""
@@ -75,12 +74,12 @@ class LruPolicy:
         """Keys from the least to the most recently used, children before their parents."""
         return self._order.keys()
 
-    def _freshen(self, link: _Link) -> None:
+    def _refresh(self, link: _Link) -> None:
         moving: list[_Link] = []
         ancestor: _Link | None = link
         while ancestor is not None and ancestor.place < 0:
             if ancestor.moving:
-                # Parents in a circle: no chain of hashes has them, and no order can satisfy them.
+                # Parents in a circle, which no chain of hashes has and no order can satisfy.
                 ancestor = None
                 break
             ancestor.moving = True

@@ -1,11 +1,10 @@
 """A linked list of keys in the order in which they are to be evicted.
 
-Owns the links and the iterators that stand on them. Does not own what the order means: a policy
-decides where an entry goes.
+Owns the links and the iterators that stand on them. A policy decides where an entry goes.
 
-Invariants: every step is O(1); an iterator never yields an entry that was removed, yields no entry
-twice, and ends, whatever is inserted, moved or removed while it is suspended. An `OrderedDict`
-gives neither the insertion in front of an entry nor an iterator that survives a change.
+Invariants: every step is O(1); an iterator never yields a removed entry or an entry twice, and
+ends, whatever is inserted, moved or removed while it is suspended. An `OrderedDict` has neither
+insertion before an entry nor iterators that survive a change.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class Entry:
         self.preceding: Entry = self
         self.following: Entry = self
         self.inserted = 0
-        """Number of the insertion that brought the entry where it is."""
+        """Number of the insertion that put the entry here."""
 
 
 class _Cursor:
@@ -43,12 +42,12 @@ class EvictionOrder:
 
     def __init__(self) -> None:
         self.end = Entry(None)
-        """Stands behind the last entry; inserting in front of it appends."""
+        """Behind the last entry. Inserting before it appends."""
         self._insertions = 0
         self._cursors: list[_Cursor] = []
 
     def insert(self, entry: Entry, before: Entry) -> None:
-        """Put an entry that is nowhere right in front of `before`."""
+        """Insert an entry that is in no order right before `before`."""
         self._insertions += 1
         entry.inserted = self._insertions
         preceding = before.preceding
@@ -58,7 +57,7 @@ class EvictionOrder:
         before.preceding = entry
 
     def remove(self, entry: Entry) -> None:
-        """Take an entry out. One that is nowhere stays so."""
+        """Remove an entry, if it is there."""
         for cursor in self._cursors:
             if cursor.at is entry:
                 cursor.at = entry.following
@@ -67,7 +66,7 @@ class EvictionOrder:
         entry.preceding = entry.following = entry
 
     def keys(self) -> Iterator[Hashable]:
-        """Keys in order. What is inserted after the first step is left out."""
+        """Keys in order, without entries that are inserted after the first step."""
         cursor = _Cursor(self.end.following)
         newest = self._insertions
         self._cursors.append(cursor)
@@ -75,8 +74,8 @@ class EvictionOrder:
             while cursor.at is not self.end:
                 entry = cursor.at
                 cursor.at = entry.following
-                # An entry that moved here while the caller had the turn was used just now: no
-                # victim, and a caller that touches what it skips would never come to an end.
+                # An entry that moved here meanwhile was just used and is no victim. A caller that
+                # touches what it skips would otherwise never reach the end.
                 if entry.inserted <= newest:
                     yield entry.key
         finally:

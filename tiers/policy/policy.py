@@ -1,11 +1,11 @@
 """What every eviction policy offers.
 
-A policy orders the chunks that the host tier holds, and names victims. It owns only that order:
-the engine owns the chunks, knows which are pinned or busy, and decides what is evicted. Policies
-do no I/O and know no time: the order of the calls is all that they see.
+A policy orders the chunks of the host tier and names victims. It owns only that order: the engine
+owns the chunks, knows which are pinned or busy, and decides what is evicted. Policies do no I/O and
+know no time: they see only the order of the calls.
 
-Invariants: `victims` names exactly the keys that were added and not removed since, each once; it
-changes nothing.
+Invariants: `victims` names exactly the keys that were added and not removed, each once; it changes
+nothing.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ if TYPE_CHECKING:
 class Policy(Protocol):
     """An order of eviction over keys, any hashable values (the engine's are realm id and key).
 
-    A key that is added twice, or touched or removed without being there, is the caller's mistake
-    and raises `KeyError`: the two sides disagree about what is in the cache.
+    A key that is added twice, or touched or removed without being there, raises `KeyError`.
     """
 
     def add(self, key: Hashable, parent: Hashable | None) -> None:
-        """Take a key that entered the cache. `parent` precedes it, and need not be cached."""
+        """Add a key. `parent` precedes it in its chain, and need not be cached."""
         ...
 
     def touch(self, key: Hashable) -> None:
@@ -36,9 +35,9 @@ class Policy(Protocol):
         ...
 
     def victims(self) -> Iterator[Hashable]:
-        """Name the keys in the order in which to evict them; the first costs no search.
+        """The keys in the order in which to evict them; the first costs no search.
 
-        The policy may be changed between two steps: keys that are removed are not named any more,
-        and keys that are added or touched meanwhile may be left out.
+        The policy may be changed between two steps: removed keys are left out, added or touched
+        keys may be.
         """
         ...

@@ -21,8 +21,8 @@ CLIENTS = (
     Mutation(
         "an index entry is lost when the index grows",
         "IndexUpdater.set",
-        "self._see_to_room(realm)",
-        "smaller = realm.index; self._see_to_room(realm); realm.index is smaller "
+        "self._grow_if_full(realm)",
+        "smaller = realm.index; self._grow_if_full(realm); realm.index is smaller "
         "or realm.index.set(tag_of(command.key, realm.index_salt), 0)",
     ),
     # Sessions, epochs, shares.
