@@ -10,9 +10,10 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from sidecar.exits import Exit
+from tiers.sizes import approximate_size
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from sidecar.config.model import Config
@@ -77,6 +78,21 @@ def table(rows: Sequence[Sequence[object]]) -> str:
         "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in texts
     )
+
+
+def document_table(documents: Iterable[Document], columns: Mapping[str, str]) -> str:
+    """A table of documents. `columns` has the field for each title.
+
+    A size has a unit; a field that is null or missing is a dash.
+    """
+    rows = [[_cell(name, one.get(name)) for name in columns.values()] for one in documents]
+    return table([tuple(columns), *rows])
+
+
+def _cell(name: str, value: object) -> object:
+    if value is None:
+        return "-"
+    return approximate_size(float(str(value))) if "bytes" in name else value
 
 
 def age(seconds: float, now_seconds: float) -> str:

@@ -14,7 +14,15 @@ import anyio
 import numpy as np
 
 from sidecar.catalog.garbage_collector import LEASE_SECONDS, collect, holder_name, plan_of
-from sidecar.cli.console import CommandError, Document, load_config, say, say_json, table
+from sidecar.cli.console import (
+    CommandError,
+    Document,
+    document_table,
+    load_config,
+    say,
+    say_json,
+    table,
+)
 from sidecar.cli.ls import WITHDRAWN_COLUMNS, ListWriter, chunk_documents, chunk_line
 from sidecar.cli.store import TENANTS_SHOWN_MAX, TenantNames, find_namespaces, namespace_of, run
 from sidecar.config.units import format_duration
@@ -39,6 +47,21 @@ if TYPE_CHECKING:
     from tiers.store.object_tier import ObjectTier
 
 LEASE_POLL_SECONDS: Final = 2.0
+_SUMMED: Final = (
+    *("withdrawn", "withdrawn_bytes", "deleted", "found", "lost"),
+    *("logs_merged", "files_removed"),
+)
+"""Numbers of a report that add up over rounds."""
+_NAMESPACE_COLUMNS: Final = {
+    "NAMESPACE": "namespace",
+    "WITHDRAWN": "withdrawn",
+    "BYTES": "withdrawn_bytes",
+    "DELETED": "deleted",
+    "FOUND": "found",
+    "LOST": "lost",
+    "KEPT": "objects",
+    "SIZE": "size_bytes",
+}
 
 
 def main(options: argparse.Namespace) -> int:
@@ -132,15 +155,7 @@ async def _collect(
 
 
 def _add(first: CompactionReport, second: CompactionReport) -> None:
-    for name in (
-        "logs_merged",
-        "withdrawn",
-        "withdrawn_bytes",
-        "deleted",
-        "found",
-        "lost",
-        "files_removed",
-    ):
+    for name in _SUMMED:
         setattr(second, name, getattr(second, name) + getattr(first, name))
     second.withdrawn_cells.add(first.withdrawn_cells.cells)
 
@@ -207,8 +222,7 @@ def _namespace(report: CompactionReport, names: TenantNames) -> Document:
     held = report.usage.total
     return {
         "namespace": namespace_of(report.prefix),
-        "withdrawn": report.withdrawn,
-        "withdrawn_bytes": report.withdrawn_bytes,
+        **{name: getattr(report, name) for name in (*_SUMMED, "waiting", "logs_left")},
         "withdrawn_by": [
             {
                 "bound": RetentionReason(why).setting,
@@ -220,13 +234,6 @@ def _namespace(report: CompactionReport, names: TenantNames) -> Document:
             for why, word, amounts in columns
         ],
         "withdrawn_by_left_out": max(0, len(fallen) - TENANTS_SHOWN_MAX),
-        "deleted": report.deleted,
-        "waiting": report.waiting,
-        "found": report.found,
-        "lost": report.lost,
-        "logs_merged": report.logs_merged,
-        "logs_left": report.logs_left,
-        "files_removed": report.files_removed,
         "objects": held.objects,
         "size_bytes": held.size_bytes,
     }
@@ -234,21 +241,9 @@ def _namespace(report: CompactionReport, names: TenantNames) -> Document:
 
 def _text(document: Document) -> str:
     namespaces = document["namespaces"]
-    head = ("NAMESPACE", "WITHDRAWN", "BYTES", "DELETED", "FOUND", "LOST", "KEPT", "SIZE")
-    rows = [
-        (
-            one["namespace"],
-            one["withdrawn"],
-            approximate_size(one["withdrawn_bytes"]),
-            one["deleted"],
-            one["found"],
-            one["lost"],
-            one["objects"],
-            approximate_size(one["size_bytes"]),
-        )
-        for one in namespaces
-    ]
-    lines = [table([head, *rows]) if rows else "the store holds no chunks"]
+    lines = ["the store holds no chunks"]
+    if namespaces:
+        lines = [document_table(namespaces, _NAMESPACE_COLUMNS)]
     if any(one["withdrawn_by"] for one in namespaces):
         lines += ["", _withdrawn_text(namespaces), ""]
     lines += _leftovers_text(document["leftovers"])

@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 IMAGE_BYTES_MAX: Final = 4 << 30
 """More than the largest image: a slot's payload is below 2 GiB."""
 _TOKENS_SHOWN: Final = 8
+_DESCRIBED: Final = (
+    *("format", "namespace", "segment", "dtype", "encoding"),
+    *("blocks", "block_tokens", "content_bytes", "entry_tokens"),
+)
+"""Fields of a file's descriptor that are shown."""
 
 
 def main(options: argparse.Namespace) -> int:
@@ -69,17 +74,7 @@ class ChunkFileReport:
         facts: Document = {"size_bytes": report.image_bytes}
         about, meta = report.descriptor, report.meta
         if about is not None:
-            facts |= {
-                "format": about.format,
-                "namespace": about.namespace,
-                "segment": about.segment,
-                "dtype": about.dtype,
-                "encoding": about.encoding,
-                "blocks": about.blocks,
-                "block_tokens": about.block_tokens,
-                "content_bytes": about.content_bytes,
-                "entry_tokens": about.entry_tokens,
-            }
+            facts |= {name: getattr(about, name) for name in _DESCRIBED}
         if meta is not None:
             facts |= {
                 "key": meta.key.hex(),

@@ -40,7 +40,7 @@ from tiers.sizes import approximate_size
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -54,6 +54,7 @@ PAGE_CHUNKS: Final = 1000
 """Chunks in one answer of a sidecar at most."""
 _DIGITS: Final = re.compile(rf"^[0-9a-f]{{0,{2 * KEY_BYTES}}}$")
 _ABOUT: Final = ("model", "layers", "about")
+_HOST_WIDTHS: Final = (64, 10, 5, 6, 16, 0)
 _MORE: Final = "more than --limit; raise it, or narrow it with --key"
 
 
@@ -272,7 +273,7 @@ def _hex(keys: npt.NDArray[np.uint8]) -> list[str]:
 
 def chunk_line(chunk: Document) -> str:
     """A chunk of the store as a line, and its URLs as further ones."""
-    line = _chunk_columns(
+    line = _columns(
         chunk["key"],
         approximate_size(chunk["size_bytes"]),
         chunk["objects"],
@@ -284,17 +285,14 @@ def chunk_line(chunk: Document) -> str:
     return "\n  ".join([line, *chunk.get("urls", ())])
 
 
-def _chunk_columns(*cells: object) -> str:
-    """Of fixed widths: the widest cell is known only at the end."""
-    key, size, objects, num_blocks, old, tenant, bound = cells
-    line = f"{key:<64}  {size:<10}  {objects:<7}  {num_blocks:<6}  {old:<5}  {tenant:<16}  {bound}"
-    return line.rstrip()
+def _columns(*cells: object, widths: Sequence[int] = (64, 10, 7, 6, 5, 16, 0)) -> str:
+    """Cells in columns of fixed widths: the widest cell is known only at the end."""
+    padded = (f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True))
+    return "  ".join(padded).rstrip()
 
 
-CHUNK_COLUMNS: Final = _chunk_columns("KEY", "SIZE", "OBJECTS", "BLOCKS", "AGE", "TENANT", "")
-WITHDRAWN_COLUMNS: Final = _chunk_columns(
-    "KEY", "SIZE", "OBJECTS", "BLOCKS", "AGE", "TENANT", "BOUND"
-)
+CHUNK_COLUMNS: Final = _columns("KEY", "SIZE", "OBJECTS", "BLOCKS", "AGE", "TENANT", "")
+WITHDRAWN_COLUMNS: Final = _columns("KEY", "SIZE", "OBJECTS", "BLOCKS", "AGE", "TENANT", "BOUND")
 
 
 # --- host memory ---------------------------------------------------------------------------------
@@ -316,7 +314,8 @@ def _list_host_chunks(client: SidecarClient, wanted: ListingFilter, *, as_json: 
             if not as_json:
                 say(f"{_host_heading(client)}\n{page['namespace']}: {model_text(page)}")
             head = {name: page[name] for name in ("namespace", *_ABOUT)}
-            columns = _host_columns("KEY", "SIZE", "PARTS", "BLOCKS", "TENANT", "STATE")
+            cells = ("KEY", "SIZE", "PARTS", "BLOCKS", "TENANT", "STATE")
+            columns = _columns(*cells, widths=_HOST_WIDTHS)
             writer.open({"host": client.url, **head}, "chunks", columns)
         writer.write(page["chunks"])
         more = page["more"]
@@ -354,11 +353,5 @@ def _host_line(chunk: Document) -> str:
     state = "loadable" if chunk["loadable"] else "in part"
     state += ", pinned" * chunk["pinned"] + ", in the store" * chunk["in_store"]
     size = approximate_size(chunk["size_bytes"])
-    return _host_columns(
-        chunk["key"], size, chunk["parts"], chunk["num_blocks"], chunk["tenant"], state
-    )
-
-
-def _host_columns(*cells: object) -> str:
-    key, size, parts, num_blocks, tenant, state = cells
-    return f"{key:<64}  {size:<10}  {parts:<5}  {num_blocks:<6}  {tenant:<16}  {state}".rstrip()
+    cells = (chunk["key"], size, chunk["parts"], chunk["num_blocks"], chunk["tenant"], state)
+    return _columns(*cells, widths=_HOST_WIDTHS)

@@ -58,19 +58,10 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"kvlake {_version()}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    _add_run(commands)
-    _add_serve(commands)
-    _add_demo(commands)
-    _add_status(commands)
-    _add_inspect(commands)
-    _add_du(commands)
-    _add_ls(commands)
-    _add_gc(commands)
-    _add_doctor(commands)
-    _add_keygen(commands)
-    _add_pool(commands)
-    _add_tenant(commands)
-    _add_config(commands)
+    _add_process_commands(commands)
+    _add_node_commands(commands)
+    _add_cache_commands(commands)
+    _add_config_commands(commands)
     return top
 
 
@@ -81,9 +72,9 @@ def _version() -> str:
         return "(not installed)"
 
 
-def _command(to: _Commands, name: str, module: str, **texts: Any) -> argparse.ArgumentParser:
+def _command(to: _Commands, name: str, module: str = "", **texts: Any) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = to.add_parser(name, **texts)
-    command.set_defaults(module=f"sidecar.cli.{module}", action=name)
+    command.set_defaults(module=f"sidecar.cli.{module or name}", action=name)
     return command
 
 
@@ -93,13 +84,13 @@ def _actions(to: _Commands, name: str, **texts: Any) -> _Commands:
     return command.add_subparsers(title="actions", metavar="ACTION", required=True)
 
 
-# --- commands that start processes ---------------------------------------------------------------
+_NAMESPACE_HELP: Final = "the namespace, by its first digits"
 
 
-def _add_run(commands: _Commands) -> None:
+def _add_process_commands(commands: _Commands) -> None:
+    """Commands that start processes."""
     run = _command(
         commands,
-        "run",
         "run",
         help="start a sidecar, then vLLM beside it",
         description="Start a sidecar, wait until it serves, then start vLLM with the connector's "
@@ -116,11 +107,8 @@ def _add_run(commands: _Commands) -> None:
         help="start the engine also if the sidecar cannot be started, and retry the sidecar",
     )
 
-
-def _add_serve(commands: _Commands) -> None:
     serve = _command(
         commands,
-        "serve",
         "serve",
         help="run the sidecar alone",
         description="Run the sidecar until it gets SIGTERM or SIGINT. Engines attach to its "
@@ -131,11 +119,8 @@ def _add_serve(commands: _Commands) -> None:
     serve.add_argument("--ready-fd", type=int, help=argparse.SUPPRESS)
     serve.add_argument("--parent-pid", type=int, help=argparse.SUPPRESS)
 
-
-def _add_demo(commands: _Commands) -> None:
     demo = _command(
         commands,
-        "demo",
         "demo",
         help="show a hit from host memory and from an object store",
         description="Make a small model, compute a long prompt once, and serve it to a second "
@@ -150,13 +135,10 @@ def _add_demo(commands: _Commands) -> None:
     )
 
 
-# --- commands about one node ---------------------------------------------------------------------
-
-
-def _add_status(commands: _Commands) -> None:
+def _add_node_commands(commands: _Commands) -> None:
+    """Commands about one node."""
     status = _command(
         commands,
-        "status",
         "status",
         help="show what a running sidecar holds and does",
         description="Ask a running sidecar for its tiers, traffic, loads and attached engines.",
@@ -166,11 +148,8 @@ def _add_status(commands: _Commands) -> None:
     _add_sidecar_options(status, where=where)
     _add_json_option(status)
 
-
-def _add_inspect(commands: _Commands) -> None:
     inspect = _command(
         commands,
-        "inspect",
         "inspect",
         help="show what a stored chunk file holds, and whether it is intact",
         description="Read chunk files (.arrow), print what they hold, and check header, footer "
@@ -182,11 +161,8 @@ def _add_inspect(commands: _Commands) -> None:
     _add_config_option(inspect, "access URLs by its section store")
     _add_json_option(inspect)
 
-
-def _add_doctor(commands: _Commands) -> None:
     doctor = _command(
         commands,
-        "doctor",
         "doctor",
         help="check this machine for a sidecar and engines",
         description=(
@@ -200,8 +176,6 @@ def _add_doctor(commands: _Commands) -> None:
     )
     _add_config_option(doctor)
 
-
-def _add_pool(commands: _Commands) -> None:
     actions = _actions(
         commands,
         "pool",
@@ -221,15 +195,10 @@ def _add_pool(commands: _Commands) -> None:
     _add_config_option(remove)
 
 
-# --- commands about what is cached ---------------------------------------------------------------
-
-_NAMESPACE_HELP: Final = "the namespace, by its first digits"
-
-
-def _add_du(commands: _Commands) -> None:
+def _add_cache_commands(commands: _Commands) -> None:
+    """Commands about what is cached."""
     du = _command(
         commands,
-        "du",
         "du",
         help="show what is cached, by namespace, model and tenant",
         description="Read the store's catalog and sum up its chunks; nothing is listed or "
@@ -239,11 +208,8 @@ def _add_du(commands: _Commands) -> None:
     du.add_argument("--namespace", metavar="DIGITS", help=_NAMESPACE_HELP)
     _add_tier_options(du)
 
-
-def _add_ls(commands: _Commands) -> None:
     ls = _command(
         commands,
-        "ls",
         "ls",
         help="list the namespaces that are cached, or the chunks of one",
         description="List the store's namespaces, or the chunks of one of them with the URLs of "
@@ -258,11 +224,8 @@ def _add_ls(commands: _Commands) -> None:
     )
     _add_tier_options(ls)
 
-
-def _add_gc(commands: _Commands) -> None:
     gc = _command(
         commands,
-        "gc",
         "gc",
         help="keep the object store within its limits, now",
         description="Compact the catalog, withdraw what exceeds store.ttl, store.size_max, "
@@ -285,13 +248,10 @@ def _add_gc(commands: _Commands) -> None:
     _add_json_option(gc)
 
 
-# --- commands about configuration ----------------------------------------------------------------
-
-
-def _add_keygen(commands: _Commands) -> None:
+def _add_config_commands(commands: _Commands) -> None:
+    """Commands about configuration."""
     keygen = _command(
         commands,
-        "keygen",
         "keygen",
         help="make a secret: a key for KV events over TCP, or a token for HTTP",
         description="Write a new random secret to a file that only its owner can read, for "
@@ -299,8 +259,6 @@ def _add_keygen(commands: _Commands) -> None:
     )
     keygen.add_argument("--out", type=Path, required=True, metavar="FILE", help="the file to write")
 
-
-def _add_tenant(commands: _Commands) -> None:
     actions = _actions(
         commands,
         "tenant",
@@ -319,8 +277,6 @@ def _add_tenant(commands: _Commands) -> None:
     )
     named.add_argument("--env", metavar="NAME", help="read it from this variable instead")
 
-
-def _add_config(commands: _Commands) -> None:
     actions = _actions(
         commands,
         "config",
@@ -340,7 +296,7 @@ def _add_config(commands: _Commands) -> None:
     _command(actions, "schema", "config", help="print the JSON schema of the file, for editors")
 
 
-# --- options that several commands have ----------------------------------------------------------
+# --- options -------------------------------------------------------------------------------------
 
 
 def _add_config_option(

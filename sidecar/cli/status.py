@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, cast
 
 from sidecar.cli.client import client_of
-from sidecar.cli.console import Document, say, say_json, table
+from sidecar.cli.console import Document, document_table, say, say_json, table
 from sidecar.exits import Exit
 from sidecar.sessions.model_names import model_name
 from tiers.sizes import approximate_size
@@ -25,6 +25,16 @@ _TRAFFIC: Final = (
     ("written", "host to store"),
     ("read", "store to host"),
 )
+
+_TENANT_COLUMNS: Final = {
+    "TENANT": "name",
+    "HOST": "host_bytes",
+    "LIMIT": "host_bytes_max",
+    "STORED": "bytes_stored",
+    "EVICTED": "chunks_evicted",
+    "DROPPED": "dropped_quota",
+    "IN STORE": "store_bytes",
+}
 
 
 def main(options: argparse.Namespace) -> int:
@@ -105,22 +115,7 @@ def _tenants(document: Document) -> str:
     other = any(one.get("host_bytes") for one in tenants if one.get("name") == "other")
     if not (named or other):
         return ""
-    head = ("TENANT", "HOST", "LIMIT", "STORED", "EVICTED", "DROPPED", "IN STORE")
-    rows: list[Sequence[object]] = [head]
-    for one in tenants:
-        limit = one.get("host_bytes_max")
-        rows.append(
-            (
-                one.get("name", "?"),
-                approximate_size(one.get("host_bytes", 0)),
-                "-" if limit is None else approximate_size(limit),
-                approximate_size(one.get("bytes_stored", 0)),
-                one.get("chunks_evicted", 0),
-                one.get("dropped_quota", 0),
-                approximate_size(one.get("store_bytes", 0)),
-            )
-        )
-    return table(rows)
+    return document_table(tenants, _TENANT_COLUMNS)
 
 
 def _traffic(document: Document) -> str:

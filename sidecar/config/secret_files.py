@@ -1,8 +1,6 @@
-"""Files that hold one secret: read only if nobody else could have, written so that nobody else can.
+"""Files that hold one secret: refused if another user could have read it, created for one user.
 
-Owns the checks of such a file and its making. Does not own what the secret is for.
-
-Invariants: no message has any of the content in it; a file is never replaced.
+Invariants: no message has any of the content; an existing file is never replaced.
 """
 
 from __future__ import annotations
@@ -22,28 +20,28 @@ class SecretFileError(Exception):
 
 
 def read_secret(path: Path, setting: str) -> str:
-    """The secret in a file, without white space around it. `setting` names it in errors.
+    """The secret in a file, without surrounding white space. `setting` names it in errors.
 
     Raises:
-        SecretFileError: it is missing, empty, too large, or others can read or write it.
+        SecretFileError: it is missing, empty or too large, or others can read or write it.
     """
     place = f"{setting}={path}"
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise SecretFileError(
-            f"{place}: cannot be read: {error.strerror}; `kvlake keygen --out FILE` makes one"
+            f"{place}: cannot be read: {error.strerror}; `kvlake keygen --out FILE` creates one"
         ) from error
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise SecretFileError(f"{place}: is not a file")
-        # A secret that an orchestrator mounts for us belongs to root, and we read it by its group.
+        # A secret that an orchestrator mounts belongs to root, and is read by its group.
         mounted = found.st_uid == 0 and os.geteuid() != 0
         if stat.S_IMODE(found.st_mode) & (0o027 if mounted else 0o077):
             raise SecretFileError(
                 f"{place}: with mode {stat.S_IMODE(found.st_mode):04o} other users can read or "
-                f"change it; replace the secret, which they may know, and chmod 600 {path}"
+                f"change it; consider the secret compromised: replace it, then chmod 600 {path}"
             )
         data = os.read(fd, SECRET_BYTES_MAX + 1)
     finally:
@@ -60,7 +58,7 @@ def read_secret(path: Path, setting: str) -> str:
 
 
 def write_secret(path: Path, text: str) -> None:
-    """Make a file that only its owner can read. Raises `SecretFileError` where there is one."""
+    """Create a file that only its owner can read. Raises `SecretFileError` if it exists."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         fd = os.open(path, flags, 0o600)

@@ -138,7 +138,7 @@ def _yaml_problem(name: str, error: yaml.MarkedYAMLError) -> str:
         hint = "; indent with spaces, not tabs"
     elif "mapping values are not allowed" in said:
         hint = "; put the value in quotes, or check the indentation"
-    elif mark is not None and mark.buffer is not None and "${" in mark.buffer:
+    elif isinstance(error, yaml.parser.ParserError) and "${" in ((mark and mark.buffer) or ""):
         hint = '; between braces, a variable needs quotes: "${NAME}"'
     return f"{where}: not YAML: {said or error}{hint}"
 

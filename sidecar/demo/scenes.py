@@ -9,13 +9,13 @@ load, so that a load that copies nothing is noticed.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import random
 import shutil
 import sys
 import tempfile
 import time
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -40,19 +40,19 @@ SCENES: Final = {
 }
 
 
-@dataclasses.dataclass(slots=True)
+@dataclass(slots=True)
 class Results:
     """What was measured, by scene."""
 
     engine: str = ""
     prompt_tokens: int = PROMPT_TOKENS
-    ttft_ms: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
-    tokens_loaded: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
-    logprobs_equal: dict[str, bool] = dataclasses.field(default_factory=dict[str, bool])
+    ttft_ms: dict[str, float] = field(default_factory=dict[str, float])
+    tokens_loaded: dict[str, int] = field(default_factory=dict[str, int])
+    logprobs_equal: dict[str, bool] = field(default_factory=dict[str, bool])
 
     def as_json(self) -> str:
         """One line, the keys in the order of the scenes."""
-        return json.dumps(dataclasses.asdict(self))
+        return json.dumps(asdict(self))
 
     @property
     def good(self) -> bool:
@@ -130,13 +130,13 @@ class Demo:
         # Leaving the block drained it: what was in memory alone is in the folder now.
         with self._shared_store() as shared:
             with self._sidecar("b", store) as sidecar, self._engine(sidecar) as engine:
-                self._wait_listed(sidecar)
+                sidecar.wait("the store is listed", _listed)
                 self._hit("object_store_hit", engine)
                 sidecar.drain()
                 # The next sidecar has the same sockets, and this engine attaches to it.
                 self._write_to(shared, engine)
             with self._sidecar("c", shared) as sidecar, self._engine(sidecar) as engine:
-                self._wait_listed(sidecar)
+                sidecar.wait("the store is listed", _listed)
                 self._hit("other_cluster_hit", engine)
                 self._kill_during_request(engine, sidecar)
         return self.results
@@ -145,20 +145,19 @@ class Demo:
         engine.reset()
         cold = engine.generate(self._prompt)
         self._oracles[cold.cached_tokens] = cold
-        self._record("cold", cold, equal=True)
+        self._record("cold", cold)
         own = engine.generate(self._prompt)
         self._oracles[own.cached_tokens] = own
         # The same hit again: comparisons mean nothing unless the oracle agrees with itself.
         again = engine.generate(self._prompt)
-        self._record("engine_prefix_hit", again, equal=self._equal(again), loaded=0)
+        self._record("engine_prefix_hit", again, loaded=0)
         sidecar.wait("the prompt is in host memory", lambda status: _host_chunks(status) > 0)
         self._hit("host_hit", engine)
 
     def _hit(self, scene: str, engine: DemoEngine) -> None:
         self._table.doing(SCENES[scene])
         engine.reset()
-        generation = engine.generate(self._prompt)
-        self._record(scene, generation, equal=self._equal(generation))
+        self._record(scene, engine.generate(self._prompt))
 
     def _write_to(self, shared: dict[str, Any], engine: DemoEngine) -> None:
         """Compute the prompt in the first cluster, so that its sidecar writes it to the store."""
@@ -189,24 +188,15 @@ class Demo:
         time.sleep(0.004)
         sidecar.kill()
         sidecar.remove_pool()
-        generation = engine.finish()
-        self._record(scene, generation, equal=self._equal(generation))
+        self._record(scene, engine.finish())
 
-    def _equal(self, generation: Generation) -> bool:
-        oracle = self._oracles.get(generation.cached_tokens)
-        return (
-            oracle is not None
-            and generation.tokens == oracle.tokens
-            and generation.logprobs == oracle.logprobs
-        )
-
-    def _record(
-        self, scene: str, generation: Generation, *, equal: bool, loaded: int | None = None
-    ) -> None:
-        results = self.results
+    def _record(self, scene: str, generation: Generation, *, loaded: int | None = None) -> None:
+        results, oracle = self.results, self._oracles.get(generation.cached_tokens)
         results.ttft_ms[scene] = round(generation.ttft_ms, 2)
         results.tokens_loaded[scene] = generation.cached_tokens if loaded is None else loaded
-        results.logprobs_equal[scene] = equal
+        results.logprobs_equal[scene] = oracle is not None and (
+            (generation.tokens, generation.logprobs) == (oracle.tokens, oracle.logprobs)
+        )
         self._table.row(results, scene)
 
     # --- processes -----------------------------------------------------------------------------
@@ -246,16 +236,14 @@ class Demo:
                 engine.generate(self._other, f"warm-up-{self._engines}")
             yield engine
 
-    def _wait_listed(self, sidecar: DemoSidecar) -> None:
-        def listed(status: dict[str, Any]) -> bool:
-            store = status["tiers"]["store"]
-            return bool(store["listings"] and store["chunks"])
-
-        sidecar.wait("the store is listed", listed)
-
 
 def _host_chunks(status: dict[str, Any]) -> int:
     return int(status["tiers"]["host"]["chunks"])
+
+
+def _listed(status: dict[str, Any]) -> bool:
+    store = status["tiers"]["store"]
+    return bool(store["listings"] and store["chunks"])
 
 
 def run(*, as_json: bool) -> int:

@@ -30,13 +30,9 @@ class SidecarFailed(Exception):
 def launch_sidecar(
     program: Sequence[str], arguments: Sequence[str], ready: int, log: IO[bytes]
 ) -> subprocess.Popen[bytes]:
-    """Start a sidecar's process in a session of its own.
+    """Start a sidecar's process, which writes a line to the descriptor `ready` when it serves.
 
-    Args:
-        program: arguments of Python that start `kvlake`.
-        arguments: of `kvlake`, without `--ready-fd` and `--parent-pid`.
-        ready: the descriptor on which it reports that it serves.
-        log: its standard output and standard error.
+    `program` are the arguments of Python that start `kvlake`, which gets `arguments`.
     """
     return subprocess.Popen(
         [

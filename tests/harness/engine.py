@@ -41,7 +41,7 @@ class EngineFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What came of one request. `logprobs[i]` maps token id to log probability at position i."""
+    """The result of a request. `logprobs[i]` maps token id to log probability at position i."""
 
     tokens: list[int]
     logprobs: list[dict[str, float]]
@@ -50,13 +50,13 @@ class Generation:
     total_ms: float
     finish_reason: str | None
     kv_transfer_params: dict[str, Any] | None = None
-    """What the connector has to say of the request."""
+    """What the connector reports about the request."""
     embeddings: list[list[float]] | None = None
-    """Of a pooling engine: one of the whole prompt, or one of each of its tokens."""
+    """From a pooling engine: one for the whole prompt, or one for each of its tokens."""
     samples: list[tuple[list[int], list[dict[str, float]]]] | None = None
-    """Of several: tokens and log probabilities of each, the first one included."""
+    """If there are several: tokens and log probabilities of each, the first one included."""
     prompt_logprobs: list[dict[str, float] | None] | None = None
-    """As `logprobs`, of each token of the prompt but the first."""
+    """As `logprobs`, for each token of the prompt but the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class EngineProcess:
     launch: ClassVar[Callable[[str, Mapping[str, str], int, IO[bytes]], Process]] = staticmethod(
         launch
     )
-    """How its process is started. Tests put a faster way in its place."""
+    """How its process is started. Tests replace it by a faster way."""
 
     def __init__(self, spec: EngineSpec, log: Path) -> None:
         self.spec = spec
@@ -172,13 +172,12 @@ class EngineProcess:
     ) -> int:
         """Start a request; its handle goes to `finish` or `abort`.
 
-        `adapter` is the name, number and folder of a LoRA adapter; `regex` is what the output must
-        match; `image` is the seed of an image of random pixels, for the prompt's image token;
-        `rank` is which data-parallel rank computes it; of those that wait the one of the lowest
-        `priority` is next, where vLLM's scheduler goes by it. Of several `samples` each is drawn,
-        with a seed of its own. `as_embeddings` hands the rows of the model's table over rather than
-        the tokens. `inputs` follow on the prompt as streaming input, each of which is answered: the
-        tokens of all answers come one behind the other.
+        `adapter` is the name, number and folder of a LoRA adapter. The output must match `regex`.
+        `image` is the seed of an image of random pixels, for the prompt's image token. `rank` is
+        the data-parallel rank that computes it. The lowest `priority` runs first, if vLLM's
+        scheduler is set to use it. With several `samples`, each is drawn with its own seed.
+        `as_embeddings` sends rows of the model's embedding table instead of tokens. `inputs` follow
+        the prompt as streaming input; the result has the tokens of all answers.
         """
         return self._send(
             "generate",
@@ -204,7 +203,7 @@ class EngineProcess:
     ) -> int:
         """Start a request of a pooling engine, which generates nothing; else as `begin`.
 
-        `task` is vLLM's: `embed` for an embedding of the prompt, `token_embed` for one of each of
+        `task` is vLLM's: `embed` for an embedding of the prompt, `token_embed` for one for each of
         its tokens.
         """
         return self._send("embed", prompt=prompt, cache_salt=cache_salt, task=task)
@@ -214,7 +213,7 @@ class EngineProcess:
         return Generation(**self._wait(handle, seconds))
 
     def abort(self, handle: int) -> None:
-        """Abort a request that was begun; its `finish` returns what there was."""
+        """Abort a request that was begun; its `finish` returns the output until then."""
         self._call("abort", handle=handle)
 
     def reset_prefix_cache(self, *, connector: bool = False) -> None:
@@ -230,10 +229,10 @@ class EngineProcess:
         return float(self._call("counter", name=name, labels=labels)["value"])
 
     def dummy_step(self) -> None:
-        """Have every worker compute a step of vLLM's own making, of no request.
+        """Have every worker compute a dummy step of vLLM, without a request.
 
-        Eager workers on CPUs skip the warm-up, in which a later pipeline stage makes the place for
-        what the stage before it sends: without this they fail at the first request.
+        Eager workers on CPUs skip the warm-up, in which a later pipeline stage allocates memory for
+        the output of the stage before it: without this they fail at the first request.
         """
         self._call("rpc", method="execute_dummy_batch")
 
@@ -244,14 +243,14 @@ class EngineProcess:
     def digests(self, *, layers: int | None = None) -> list[dict[int, str]]:
         """Per worker: block id to digest of its bytes, for blocks that are not poison.
 
-        Of data-parallel ranks, all workers of the first, then those of the next. `layers` counts
-        those that matter, from the first on; all of them where it is left out.
+        With data-parallel ranks, all workers of the first, then those of the next. `layers` is the
+        number of layers to include, from the first; by default all.
         """
         workers = self._call("rpc", method="kvlake_digests", args=[layers])["result"]
         return [{int(block): digest for block, digest in worker.items()} for worker in workers]
 
     def head_digests(self) -> list[dict[int, list[str]]]:
-        """As `digests`, but of each KV head of a block; of models of plain attention."""
+        """As `digests`, but for each KV head of a block; for models of plain attention."""
         workers = self._call("rpc", method="kvlake_head_digests")["result"]
         return [{int(block): heads for block, heads in worker.items()} for worker in workers]
 

@@ -72,7 +72,7 @@ def test_pool_is_shown_and_removed(capsys: pytest.CaptureFixture[str], tmp_path:
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_file_of_somebody_else_is_not_removed(
+def test_a_file_that_is_not_kvlakes_is_not_removed(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "c.yaml"
@@ -98,14 +98,14 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str], command: str) -> None:
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str], command: str) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main([*command.split(), "--help"])
     assert caught.value.code == 0
     assert "usage: kvlake" in capsys.readouterr().out
 
 
-def test_help_is_quick_because_heavy_packages_are_not_imported() -> None:
+def test_help_imports_no_heavy_package() -> None:
     script = (
         "import sys; from sidecar.cli import main\n"
         "try: main(['--help'])\n"
@@ -117,7 +117,7 @@ def test_help_is_quick_because_heavy_packages_are_not_imported() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_version_is_the_installed_ones(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_that_of_the_installed_package(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["--version"])
     assert capsys.readouterr().out.startswith("kvlake 0.")
@@ -149,7 +149,7 @@ def test_config_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert "host" in json.loads(out)["properties"]
 
 
-def test_a_missing_package_is_told_with_its_extra() -> None:
+def test_a_missing_package_is_reported_with_its_extra() -> None:
     script = (
         "import sys; from sidecar.cli import main\n"
         "sys.modules['pydantic'] = None\n"
@@ -181,7 +181,7 @@ def test_a_missing_package_is_told_with_its_extra() -> None:
         ("status --colour", "unrecognized arguments: --colour"),
     ],
 )
-def test_a_wrong_word_is_named_with_the_remedy(
+def test_a_wrong_argument_is_reported_with_a_remedy(
     capsys: pytest.CaptureFixture[str], line: str, said: str
 ) -> None:
     try:
@@ -194,7 +194,7 @@ def test_a_wrong_word_is_named_with_the_remedy(
     assert said in told.err
 
 
-def test_a_file_without_a_store_is_named(
+def test_a_configuration_without_a_store_is_reported_by_name(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "c.yaml"
@@ -203,7 +203,7 @@ def test_a_file_without_a_store_is_named(
     assert (code, f"{file} has no section store" in err) == (2, True), err
 
 
-def test_a_public_key_has_nothing_that_a_configuration_file_takes_for_a_variable(
+def test_a_public_key_contains_no_variable_syntax(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pairs = [(b"a$$b", b"first"), (b"a${b", b"second"), (b"ab", b"third")]
@@ -226,7 +226,7 @@ def test_a_public_key_has_nothing_that_a_configuration_file_takes_for_a_variable
         (["run", "--config", "no.yaml", "--", "vllm"], "no.yaml: no such file"),
     ],
 )
-def test_run_refuses_before_anything_is_started(
+def test_run_checks_its_arguments_before_it_starts_anything(
     capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
     code, _, err = kvlake(capsys, *arguments)
@@ -234,7 +234,9 @@ def test_run_refuses_before_anything_is_started(
     assert said in err
 
 
-def test_an_option_after_the_dashes_is_the_engines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_option_after_the_dashes_is_the_engines_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     code, _, err = kvlake(capsys, "run", "--", "no-such-program-here", "--config", "x", "--", "y")
     assert code == 2
     assert "no-such-program-here" in err
@@ -311,7 +313,7 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         thread.join()
 
 
-def test_status_is_asked_for_and_shown(capsys: pytest.CaptureFixture[str], address: str) -> None:
+def test_status_is_fetched_and_shown(capsys: pytest.CaptureFixture[str], address: str) -> None:
     code, out, _ = kvlake(capsys, "status", "--url", address)
     assert code == 0
     for text in (
@@ -338,7 +340,9 @@ def test_status_as_json_is_the_document(capsys: pytest.CaptureFixture[str], addr
     assert json.loads(out) == STATUS
 
 
-def test_no_sidecar_is_told_with_what_to_look_at(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_sidecar_is_reported(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     code, out, err = kvlake(capsys, "status", "--url", "http://127.0.0.1:1")
     assert (code, out) == (1, "")
     assert "no answer from http://127.0.0.1:1/status" in err
@@ -346,7 +350,7 @@ def test_no_sidecar_is_told_with_what_to_look_at(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("body", [b"<html>", b"[1]", b"\xff"])
-def test_another_server_is_not_taken_for_a_sidecar(
+def test_another_http_server_is_not_accepted_as_a_sidecar(
     address: str, monkeypatch: pytest.MonkeyPatch, body: bytes
 ) -> None:
     monkeypatch.setattr(_Answer, "body", body)
@@ -362,7 +366,7 @@ def test_another_server_is_not_taken_for_a_sidecar(
         SidecarClient("localhost:9321").get()
 
 
-def test_an_empty_document_is_shown_too() -> None:
+def test_an_empty_status_document_is_shown() -> None:
     assert "no engine is attached" in render({})
     assert "loads            -\n" in render({})
 
@@ -419,7 +423,7 @@ def test_an_intact_file_is_shown(
     assert finding["token_ids"] == list(range(16))
 
 
-def test_a_file_in_a_bucket_is_reached_as_the_configuration_says(
+def test_a_file_in_a_bucket_is_read_with_the_access_settings(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, image: bytes, seaweed: S3Server
 ) -> None:
     async def put() -> None:
@@ -440,7 +444,7 @@ def test_a_file_in_a_bucket_is_reached_as_the_configuration_says(
         assert (code, "no such object" in out) == (1, True), out
 
 
-def test_a_damaged_file_is_named_and_ends_with_1(
+def test_a_damaged_file_is_reported_with_exit_code_1(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, image: bytes
 ) -> None:
     good, bad = tmp_path / "good.arrow", tmp_path / "bad.arrow"
@@ -454,7 +458,7 @@ def test_a_damaged_file_is_named_and_ends_with_1(
     assert f"{bad}: BAD: ImageChecksumMismatch" in out
 
 
-def test_rubbish_is_named_with_its_reason(tmp_path: Path, image: bytes) -> None:
+def test_a_file_that_is_no_chunk_is_reported_with_its_reason(tmp_path: Path, image: bytes) -> None:
     (tmp_path / "empty").touch()
     (tmp_path / "text").write_text("not arrow")
     (tmp_path / "cut").write_bytes(image[:5000])
@@ -476,7 +480,7 @@ def test_a_url_is_shown_without_its_password() -> None:
     assert "hunter2" not in finding.place
 
 
-def test_what_a_sidecar_starts_with_is_not_looked_through_again(
+def test_objects_of_the_start_are_excluded_from_garbage_collection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A full collection of garbage held the event loop up for 70 ms, whenever there was one."""

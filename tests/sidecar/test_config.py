@@ -42,7 +42,7 @@ def test_sizes_and_durations_have_human_units() -> None:
     assert config.limits.drain_seconds_max == 120
 
 
-def test_on_and_off_are_words_here_though_yaml_reads_booleans() -> None:
+def test_on_and_off_are_accepted_as_yaml_booleans() -> None:
     store = store_of("store: {url: 's3://b', write: off, read: on}")
     assert (store.write, store.read) == ("off", "on")
     assert store_of("store: {url: 's3://b', write: through, read: 'off'}").read == "off"
@@ -118,7 +118,7 @@ def test_a_wrong_value_names_line_path_value_and_remedy(text: str, said: str) ->
     assert said in problem(text)
 
 
-def test_every_problem_is_told_at_once() -> None:
+def test_every_problem_is_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         loads("host:\n  sise: 1\n  policy: x\nhttp: {port: -1}")
     assert len(caught.value.problems) == 3
@@ -152,6 +152,11 @@ def test_bad_yaml_is_reported_with_its_line(text: str, said: str) -> None:
     assert said in problem(text)
 
 
+def test_a_key_that_is_given_twice_is_no_unquoted_variable() -> None:
+    said = problem("store: {url: '${BUCKET:-s3://b}'}\nhost: {size: 1GiB}\nhost:\n")
+    assert said == "f.yaml:3:1: not YAML: host is given twice; keep one of the two"
+
+
 def test_a_merged_mapping_may_be_overridden() -> None:
     text = "host: &a {size: 1GiB, policy: fifo}\ncopy: {threads: 2}\n"
     assert loads(text).host.policy == "fifo"
@@ -160,7 +165,7 @@ def test_a_merged_mapping_may_be_overridden() -> None:
     assert config.tenants.named["b"].host_max == 1 << 30
 
 
-def test_a_file_that_is_not_there_is_told_by_name(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.yaml: no such file"):
         load(tmp_path / "none.yaml")
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -190,7 +195,7 @@ host:
     assert config.host.prefault is False
 
 
-def test_a_variable_that_is_not_set_is_told_with_its_line_and_remedy() -> None:
+def test_an_unset_variable_is_reported_with_its_line_and_a_remedy() -> None:
     said = problem("store:\n  url: s3://${NO_SUCH}")
     assert "f.yaml:2: store.url: environment variable NO_SUCH is not set" in said
     assert "${NO_SUCH:-default}" in said
@@ -239,7 +244,7 @@ def test_azure_containers_are_not_taken_for_users() -> None:
     assert "abfs://box@account" in show(loads("store: {url: 'abfs://box@account'}"))
 
 
-def test_what_is_shown_reads_back_the_same() -> None:
+def test_a_shown_configuration_reads_back_equal() -> None:
     config = loads("host: {size: 1536MiB}\nstore: {url: 's3://b', write: off}\ncopy: {threads: 2}")
     assert loads(show(config)) == config
 
@@ -249,7 +254,7 @@ def test_a_config_is_frozen() -> None:
         Config().http.port = 1  # type: ignore[misc]
 
 
-def test_sockets_lie_in_the_runtime_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sockets_are_in_the_runtime_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = RuntimeSettings(directory=Path("/run/kvlake"), name="a")
     assert runtime.attach_path == Path("/run/kvlake/a/attach.sock")
     assert runtime.jobs_path.parent == runtime.home
@@ -257,7 +262,7 @@ def test_sockets_lie_in_the_runtime_directory(monkeypatch: pytest.MonkeyPatch) -
     assert RuntimeSettings().directory == Path(f"/tmp/kvlake-{os.getuid()}")
 
 
-def test_the_users_own_runtime_directory_is_used_where_there_is_one(
+def test_the_users_own_runtime_directory_is_used_if_it_exists(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/tmp")
@@ -266,12 +271,12 @@ def test_the_users_own_runtime_directory_is_used_where_there_is_one(
     assert RuntimeSettings().directory == Path(f"/tmp/kvlake-{os.getuid()}")
 
 
-def test_a_socket_path_that_linux_cannot_take_is_refused() -> None:
+def test_a_socket_path_too_long_for_linux_is_refused() -> None:
     said = problem(f"runtime: {{directory: /{'d' * 100}}}")
     assert "choose a shorter runtime.directory" in said
 
 
-def test_the_default_file_says_the_defaults() -> None:
+def test_the_default_file_has_the_default_values() -> None:
     assert load(CONFIGS / "default.yaml").model_dump() == Config().model_dump()
 
 
@@ -307,11 +312,11 @@ def test_numa_nodes(written: str, meant: object) -> None:
 
 
 @pytest.mark.parametrize("written", ["[]", "[0, 0]", "[-1]", "[1024]", "node0", "3"])
-def test_numa_nodes_that_are_none(written: str) -> None:
+def test_invalid_numa_nodes(written: str) -> None:
     assert "nor a list of NUMA nodes such as [0, 1]" in problem(f"host: {{numa: {written}}}")
 
 
-def test_threads_that_touch_the_memory() -> None:
+def test_prefault_threads() -> None:
     assert loads("host: {prefault_threads: 3}").host.touching_threads == 3
     assert 1 <= Config().host.touching_threads <= 8
 

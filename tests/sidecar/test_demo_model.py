@@ -20,7 +20,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make.from_pretrained(folder)
 
 
-def test_prose_is_told_apart(tokenizer: Any) -> None:
+def test_different_text_gives_different_tokens(tokenizer: Any) -> None:
     said = ("The quick brown fox", "The quick brown fix", "naïve café", "日本語", "")
     prompts = [tuple(tokenizer.encode(text)) for text in said]
     assert len(set(prompts)) == len(said)

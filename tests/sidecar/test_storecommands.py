@@ -90,7 +90,7 @@ def objects(short_directory: Path) -> int:
     return len(list((short_directory / "bucket").glob("v1/*/??/*/*.arrow")))
 
 
-def test_du_and_ls_tell_what_is_there(
+def test_du_and_ls_show_the_store(
     short_directory: Path, store: dict[str, Any], kvlake: Command
 ) -> None:
     assert "holds no chunks" in kvlake(store, "du")
@@ -135,7 +135,7 @@ def test_du_and_ls_tell_what_is_there(
         assert len(found["chunks"]) == 5
 
 
-def test_inspect_takes_what_ls_prints(
+def test_inspect_accepts_the_urls_of_ls(
     short_directory: Path, store: dict[str, Any], kvlake: Command
 ) -> None:
     fill(short_directory, store, 3)
@@ -155,7 +155,7 @@ def test_inspect_takes_what_ls_prints(
         assert (told["model"], told["about"], told["chunks"]) == (None, None, 3)
 
 
-def test_a_model_that_is_files_is_called_as_it_is_served(
+def test_a_model_in_a_folder_has_the_name_that_it_is_served_as(
     short_directory: Path, store: dict[str, Any], kvlake: Command
 ) -> None:
     namespace = json.dumps({"model": {"digest": "ab" * 32}, "group": ["x"], "layers": 3}).encode()
@@ -234,7 +234,7 @@ async def set_aside(url: str, names: list[str]) -> None:
     await tier.close()
 
 
-def test_they_go_on_where_more_is_not_merged_than_fits_in_memory(
+def test_commands_handle_more_unmerged_logs_than_fit_in_memory(
     short_directory: Path,
     store: dict[str, Any],
     kvlake: Command,
@@ -363,7 +363,7 @@ def test_each_bound_withdraws_and_deletes_the_oldest(
         ),
     ],
 )
-def test_what_cannot_be_done_is_said(
+def test_impossible_commands_are_refused_with_a_message(
     words: list[str],
     sections: dict[str, Any],
     said: str,
@@ -408,7 +408,7 @@ def test_sidecars_collect_by_themselves(
         assert b"kvlake_collection_rounds_total" in here.get("/metrics")
 
 
-def test_a_store_that_cannot_create_works_and_says_so(
+def test_a_store_without_exclusive_create_works_and_is_reported(
     short_directory: Path, store: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     from tests.sidecar.replacing import Replacing

@@ -33,7 +33,7 @@ def test_sizes(written: object, size_bytes: int) -> None:
 @pytest.mark.parametrize(
     "written", ["8 gigs", "", "GiB", "-1", -1, "1.5B", True, None, 1.5, "8GiBB", "1e3"]
 )
-def test_not_sizes(written: object) -> None:
+def test_invalid_sizes(written: object) -> None:
     with pytest.raises(ValueError, match=r"size|bytes"):
         parse_size(written)
 
@@ -58,23 +58,23 @@ def test_durations(written: object, seconds: float) -> None:
 @pytest.mark.parametrize(
     "written", ["fast", "5 M", "-5s", -5, float("nan"), float("inf"), False, None, "5sec"]
 )
-def test_not_durations(written: object) -> None:
+def test_invalid_durations(written: object) -> None:
     with pytest.raises(ValueError, match="duration"):
         parse_duration(written)
 
 
 @given(st.integers(min_value=0, max_value=2**52))
-def test_a_size_reads_back_as_it_was_written(size_bytes: int) -> None:
+def test_a_formatted_size_parses_equal(size_bytes: int) -> None:
     assert parse_size(format_size(size_bytes)) == size_bytes
 
 
 @given(st.integers(min_value=0, max_value=10**10))
-def test_a_duration_reads_back_as_it_was_written(milliseconds: int) -> None:
+def test_a_formatted_duration_parses_equal(milliseconds: int) -> None:
     seconds = milliseconds / 1000
     assert parse_duration(format_duration(seconds)) == pytest.approx(seconds)
 
 
-def test_written_for_people() -> None:
+def test_formats() -> None:
     assert format_size(8 << 30) == "8GiB"
     assert format_duration(0.5) == "500ms"
     assert format_duration(120) == "2m"

@@ -77,12 +77,8 @@ def _gpu(driver: Driver, ordinal: int) -> list[Check]:
         ("CAN_USE_64_BIT_STREAM_MEM_OPS", "fences written by streams"),
         ("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED", "memory exported as descriptors (VMM)"),
     ):
-        able = bool(driver.attribute(attribute, ordinal))
-        found.append(
-            passed(about, f"{what}: yes")
-            if able
-            else warning(about, f"{what}: no", "use a newer driver or device")
-        )
+        has = driver.attribute(attribute, ordinal)
+        found.append(_feature(about, what, "use a newer driver or device", has=bool(has)))
     device = Device(
         driver,
         driver.uuid(ordinal),
@@ -90,16 +86,15 @@ def _gpu(driver: Driver, ordinal: int) -> list[Check]:
         to_host_bytes_max=_INFLIGHT_BYTES,
     )
     try:
-        found.append(
-            passed(about, "batch copies: yes")
-            if device.batches
-            else warning(about, "batch copies: no", "use a driver of CUDA 12.8")
-        )
-        found.append(_strided(device, about))
-        found.append(_ipc(driver, about))
+        batches = _feature(about, "batch copies", "use a driver of CUDA 12.8", has=device.batches)
+        found += [batches, _strided(device, about), _ipc(driver, about)]
     finally:
         device.close()
     return found
+
+
+def _feature(about: str, what: str, remedy: str, *, has: bool) -> Check:
+    return passed(about, f"{what}: yes") if has else warning(about, f"{what}: no", remedy)
 
 
 def _strided(device: Device, about: str) -> Check:

@@ -64,7 +64,7 @@ def keys(numbers: range = range(CHUNKS)) -> list[str]:
     return sorted(key_of(number).hex() for number in numbers)
 
 
-def test_a_setup_without_a_store_is_listed(short_directory: Path, kvlake: Command) -> None:
+def test_host_memory_is_listed_without_a_store(short_directory: Path, kvlake: Command) -> None:
     tenants = {"named": {"team-a": {"id": A.hex()}}}
     config = config_in(short_directory, tenants=tenants)
     with RunningSidecar(config) as sidecar:
@@ -114,7 +114,7 @@ def test_a_setup_without_a_store_is_listed(short_directory: Path, kvlake: Comman
             assert page.count("team-a") == 3
 
 
-def test_a_listing_goes_on_page_by_page(
+def test_a_listing_is_fetched_page_by_page(
     short_directory: Path, kvlake: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places.patch(monkeypatch, "PAGE_CHUNKS", 2)
@@ -141,7 +141,7 @@ def test_a_listing_goes_on_page_by_page(
             assert [one["key"] for one in told["chunks"]] == expected
 
 
-def test_a_chunk_says_what_of_it_is_there(short_directory: Path, kvlake: Command) -> None:
+def test_a_chunk_shows_its_state(short_directory: Path, kvlake: Command) -> None:
     store = {"url": f"file://{short_directory}/bucket"}
     with (
         RunningSidecar(config_in(short_directory, store=store)) as sidecar,
@@ -177,7 +177,7 @@ def test_a_chunk_says_what_of_it_is_there(short_directory: Path, kvlake: Command
         }
 
 
-def test_bad_questions_are_refused_in_words(short_directory: Path, kvlake: Command) -> None:
+def test_invalid_queries_are_refused_with_a_message(short_directory: Path, kvlake: Command) -> None:
     with RunningSidecar(config_in(short_directory)) as sidecar, Worker(sidecar.path):
         url = sidecar.info.http_url
         for words, said in (
@@ -193,7 +193,7 @@ def test_bad_questions_are_refused_in_words(short_directory: Path, kvlake: Comma
     assert "the configuration has no store, so host memory is asked for: no answer from" in said
 
 
-def test_the_token_is_asked_for(short_directory: Path, kvlake: Command, tmp_path: Path) -> None:
+def test_the_token_is_required(short_directory: Path, kvlake: Command, tmp_path: Path) -> None:
     token = "a-token-of-enough-characters"
     config = config_in(short_directory, http={"port": 0, "token": token})
     with RunningSidecar(config) as sidecar:

@@ -103,7 +103,7 @@ def node(short_directory: Path) -> Iterator[Node]:
     wait_for(lambda: not is_locked(node.home), lambda: f"pid {node.serving} serves still")
 
 
-def test_the_second_joins_and_the_last_one_out_drains(node: Node) -> None:
+def test_the_second_run_joins_and_the_last_one_drains(node: Node) -> None:
     first = node.run()
     first.wait_says("engine\n")
     second = node.run()
@@ -120,7 +120,7 @@ def test_the_second_joins_and_the_last_one_out_drains(node: Node) -> None:
     wait_for(lambda: not is_locked(node.home), first.log)
 
 
-def test_one_that_started_it_and_is_killed_takes_it_from_nobody(node: Node) -> None:
+def test_a_killed_starter_does_not_end_the_sidecar_of_others(node: Node) -> None:
     first = node.run()
     first.wait_says("engine\n")
     second = node.run()
@@ -142,7 +142,7 @@ def kill_and_wait_for_the_next(node: Node) -> None:
     )
 
 
-def test_beside_a_dead_sidecar_one_starts_the_next_and_the_others_join(node: Node) -> None:
+def test_after_a_dead_sidecar_one_run_starts_the_next_and_the_others_join(node: Node) -> None:
     runs = [node.run()]
     runs[0].wait_says("engine\n")
     runs += [node.run(), node.run()]
@@ -153,7 +153,7 @@ def test_beside_a_dead_sidecar_one_starts_the_next_and_the_others_join(node: Nod
     assert [run.end() for run in runs] == [0, 0, 0]
 
 
-def test_two_at_once_have_one_sidecar(node: Node) -> None:
+def test_two_simultaneous_runs_have_one_sidecar(node: Node) -> None:
     runs = [node.run(), node.run()]
     for run in runs:
         run.wait_says("engine\n")
@@ -162,7 +162,7 @@ def test_two_at_once_have_one_sidecar(node: Node) -> None:
     assert [run.end() for run in runs] == [0, 0]
 
 
-def test_without_a_sidecar_an_engine_starts_only_if_that_is_allowed(node: Node) -> None:
+def test_an_engine_starts_without_a_sidecar_only_with_optional(node: Node) -> None:
     node.host.rmdir()
     assert node.run().process.wait(WAIT_SECONDS_MAX) == Exit.START
     allowed = node.run("--optional")

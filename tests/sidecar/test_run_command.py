@@ -64,7 +64,7 @@ def test_vllm_is_found_however_it_is_started(config: Config, command: list[str])
     assert given(with_connector(command, config))["kv_connector"] == "KVLakeConnector"
 
 
-def test_the_engines_own_events_are_on_where_they_are_joined(config: Config) -> None:
+def test_the_engines_own_events_are_enabled_if_events_are(config: Config) -> None:
     command = ["vllm", "serve", "M"]
     assert with_events(command, config) == command
     joining = config.model_copy(update={"events": EventsSettings(enabled=True)})
@@ -78,12 +78,12 @@ def test_the_engines_own_events_are_on_where_they_are_joined(config: Config) -> 
 @pytest.mark.parametrize(
     "own", [["--kv-events-config", "{}"], ["--kv_events_config={}"], ["--data-parallel-size=2"]]
 )
-def test_what_the_user_says_of_them_stands(config: Config, own: list[str]) -> None:
+def test_the_users_own_event_options_are_kept(config: Config, own: list[str]) -> None:
     joining = config.model_copy(update={"events": EventsSettings(enabled=True)})
     assert with_events(["vllm", "serve", *own], joining) == ["vllm", "serve", *own]
 
 
-def test_chunk_tokens_are_told_where_the_operator_set_them() -> None:
+def test_chunk_tokens_are_passed_if_the_file_has_them() -> None:
     config = loads("chunk: {tokens: 128}")
     extra = transfer_config(config)["kv_connector_extra_config"]
     assert isinstance(extra, dict)
@@ -135,7 +135,7 @@ def test_chunks_that_fit_or_may_fit_are_not_refused(chunk: str, words: list[str]
 
 
 @pytest.mark.promise("uncached-engines")
-def test_nothing_is_started_where_chunks_do_not_fit(tmp_path: Path) -> None:
+def test_nothing_is_started_if_chunks_do_not_fit(tmp_path: Path) -> None:
     config = loads("chunk: {tokens: 100}")
     vllm = tmp_path / "vllm"
     vllm.write_text("#!/bin/sh\n")
@@ -144,13 +144,13 @@ def test_nothing_is_started_where_chunks_do_not_fit(tmp_path: Path) -> None:
         run(config, ["/nowhere/kvlake"], [str(vllm), "serve", "M", "--block-size", "32"])
 
 
-def test_another_program_is_refused_with_what_to_give_it(config: Config) -> None:
+def test_another_program_is_refused_with_a_remedy(config: Config) -> None:
     with pytest.raises(CommandError, match=r"does not name vllm.*kvlake serve.*KVLakeConnector"):
         with_connector(["python", "server.py"], config)
 
 
 @pytest.mark.parametrize("option", ["--kv-transfer-config", "--kv_transfer_config"])
-def test_own_options_of_the_user_are_kept(config: Config, option: str) -> None:
+def test_the_users_own_connector_options_are_kept(config: Config, option: str) -> None:
     own = json.dumps(
         {
             "kv_connector": "KVLakeConnector",
@@ -183,7 +183,7 @@ def test_own_options_of_the_user_are_kept(config: Config, option: str) -> None:
         (["--kv-transfer-config", '{"kv_connector_extra_config": 3}'], "must be an object"),
     ],
 )
-def test_what_cannot_be_merged_is_refused_with_a_remedy(
+def test_contradicting_options_are_refused_with_a_remedy(
     config: Config, words: list[str], said: str
 ) -> None:
     with pytest.raises(CommandError, match=said):
@@ -341,7 +341,7 @@ def started(lines: list[str]) -> bool:
     return any(line.startswith("engine serve") for line in lines)
 
 
-def test_the_sidecar_is_there_first_and_is_drained_last(launched: Launched) -> None:
+def test_the_sidecar_starts_first_and_drains_last(launched: Launched) -> None:
     launched.start(engine=3)
     code, errors = launched.end()
     assert code == 3, errors
@@ -351,7 +351,7 @@ def test_the_sidecar_is_there_first_and_is_drained_last(launched: Launched) -> N
     assert last == "sidecar drained"
 
 
-def test_signals_go_to_the_engine_and_its_exit_code_comes_back(launched: Launched) -> None:
+def test_signals_go_to_the_engine_and_its_exit_code_is_returned(launched: Launched) -> None:
     launched.start()
     launched.wait_for(started)
     launched.signal(signal.SIGINT)
@@ -362,13 +362,13 @@ def test_signals_go_to_the_engine_and_its_exit_code_comes_back(launched: Launche
     assert launched.lines()[-2:] == ["engine got SIGTERM", "sidecar drained"]
 
 
-def test_the_sidecar_may_end_by_itself_however_long_that_takes() -> None:
+def test_the_grace_after_a_drain_covers_the_sidecars_own_end() -> None:
     hanging = ANNOUNCE_SECONDS_MAX + HANGING_SECONDS_MAX
     closing = STORE_CLOSE_SECONDS_MAX + LEAVE_SECONDS_MAX
     assert hanging + closing < DRAIN_GRACE_SECONDS
 
 
-def test_a_sidecar_that_died_is_started_again_while_the_engine_lives(launched: Launched) -> None:
+def test_a_sidecar_that_died_is_restarted_while_the_engine_runs(launched: Launched) -> None:
     launched.start()
     launched.wait_for(started)
     os.kill(launched.sidecar_pids()[0], signal.SIGKILL)
@@ -380,7 +380,7 @@ def test_a_sidecar_that_died_is_started_again_while_the_engine_lives(launched: L
     assert launched.lines()[-1] == "sidecar drained"
 
 
-def test_a_sidecar_that_cannot_be_started_again_costs_no_engine(launched: Launched) -> None:
+def test_a_sidecar_that_cannot_be_restarted_does_not_end_the_engine(launched: Launched) -> None:
     launched.start()
     launched.wait_for(started)
     launched.python.unlink()
@@ -396,7 +396,7 @@ def test_a_sidecar_that_cannot_be_started_again_costs_no_engine(launched: Launch
     assert "the sidecar cannot be started ([Errno 2] No such file" in errors
 
 
-def test_a_sidecar_that_cannot_be_started_at_all_is_said(launched: Launched) -> None:
+def test_a_sidecar_that_cannot_be_started_is_reported(launched: Launched) -> None:
     launched.python = Path(os.devnull)
     launched.start()
     code, errors = launched.end()
@@ -404,7 +404,7 @@ def test_a_sidecar_that_cannot_be_started_at_all_is_said(launched: Launched) -> 
     assert "refused: the sidecar cannot be started: [Errno 13]" in errors
 
 
-def test_signals_that_come_together_all_go_to_the_engine(launched: Launched) -> None:
+def test_simultaneous_signals_all_go_to_the_engine(launched: Launched) -> None:
     launched.start()
     launched.wait_for(started)
     launched.signal(signal.SIGSTOP)
@@ -416,7 +416,7 @@ def test_signals_that_come_together_all_go_to_the_engine(launched: Launched) -> 
     assert launched.end()[0] == 7
 
 
-def test_what_is_ignored_stays_so_as_under_nohup(launched: Launched) -> None:
+def test_ignored_signals_stay_ignored_as_under_nohup(launched: Launched) -> None:
     launched.start(ignored=(signal.SIGHUP, signal.SIGUSR1))
     launched.wait_for(started)
     launched.signal(signal.SIGHUP)
@@ -427,14 +427,14 @@ def test_what_is_ignored_stays_so_as_under_nohup(launched: Launched) -> None:
     assert launched.end()[0] == 7
 
 
-def test_an_engine_killed_by_a_signal_ends_as_in_a_shell(launched: Launched) -> None:
+def test_an_engine_killed_by_a_signal_has_the_exit_code_of_a_shell(launched: Launched) -> None:
     launched.start()
     launched.wait_for(started)
     launched.signal(signal.SIGUSR1)
     assert launched.end()[0] == 128 + signal.SIGUSR1
 
 
-def test_no_engine_is_started_beside_a_sidecar_that_did_not_come_up(launched: Launched) -> None:
+def test_no_engine_is_started_without_a_ready_sidecar(launched: Launched) -> None:
     launched.start(sidecar=2, ready=False)
     code, errors = launched.end()
     assert code == 1
@@ -442,7 +442,7 @@ def test_no_engine_is_started_beside_a_sidecar_that_did_not_come_up(launched: La
     assert not started(launched.lines())
 
 
-def test_a_signal_before_the_engine_was_started_ends_it_all(launched: Launched) -> None:
+def test_a_signal_before_the_engine_starts_ends_the_command(launched: Launched) -> None:
     launched.start(ready=False)
     launched.wait_for(lambda lines: bool(lines))
     launched.signal(signal.SIGINT)
