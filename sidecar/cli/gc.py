@@ -211,12 +211,12 @@ def _document(
 
 
 def _namespace(report: CompactionReport, names: TenantNames) -> Document:
-    fallen = report.withdrawn_cells.cells
-    largest = np.argsort(-fallen.amounts[:, SIZE], kind="stable")[:TENANTS_SHOWN_MAX]
+    withdrawn = report.withdrawn_cells.cells
+    largest = np.argsort(-withdrawn.amounts[:, SIZE], kind="stable")[:TENANTS_SHOWN_MAX]
     columns = zip(
-        fallen.spans[largest].tolist(),
-        fallen.tenants[largest].tolist(),
-        fallen.amounts[largest].tolist(),
+        withdrawn.spans[largest].tolist(),
+        withdrawn.tenants[largest].tolist(),
+        withdrawn.amounts[largest].tolist(),
         strict=True,
     )
     held = report.usage.total
@@ -225,15 +225,15 @@ def _namespace(report: CompactionReport, names: TenantNames) -> Document:
         **{name: getattr(report, name) for name in (*_SUMMED, "waiting", "logs_left")},
         "withdrawn_by": [
             {
-                "bound": RetentionReason(why).setting,
+                "bound": RetentionReason(reason).setting,
                 "tenant": names.name(tenant_of(word)),
                 "chunks": amounts[CHUNKS],
                 "objects": amounts[OBJECTS],
                 "size_bytes": amounts[SIZE],
             }
-            for why, word, amounts in columns
+            for reason, word, amounts in columns
         ],
-        "withdrawn_by_left_out": max(0, len(fallen) - TENANTS_SHOWN_MAX),
+        "withdrawn_by_left_out": max(0, len(withdrawn) - TENANTS_SHOWN_MAX),
         "objects": held.objects,
         "size_bytes": held.size_bytes,
     }
