@@ -9,6 +9,7 @@ beside it; a redirect does not get the token.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import urllib.error
 import urllib.parse
@@ -45,14 +46,14 @@ class SidecarNotReady(NoAnswer):
 
 def url_of(config: Config) -> str:
     """Address of the sidecar of this configuration. Raises `NoAnswer` if the port is not known."""
-    http = config.http
-    if http.port == 0:
+    settings = config.http
+    if settings.port == 0:
         raise NoAnswer(
             "http.port is 0, so the port was chosen at start; the sidecar's first log line has "
             "it: kvlake status --url http://127.0.0.1:PORT"
         )
-    host = _WILDCARDS.get(http.host, http.host)
-    return f"http://[{host}]:{http.port}" if ":" in host else f"http://{host}:{http.port}"
+    host = _WILDCARDS.get(settings.host, settings.host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +80,18 @@ class SidecarClient:
         except urllib.error.HTTPError as error:
             with error:
                 raise self._refusal(target, path, error) from error
+        except OSError as error:
+            reason = error.reason if isinstance(error, urllib.error.URLError) else error
+            raise _unreachable(target, reason) from error
+        except http.client.HTTPException as error:
+            said = printable(str(error), MESSAGE_BYTES_MAX)
+            raise NoAnswer(
+                f"{target} does not answer by HTTP ({said}); is that a kvlake sidecar?"
+            ) from error
         except ValueError as error:
             raise _unreachable(
                 target, "the answer is not JSON; is that a kvlake sidecar?"
             ) from error
-        except OSError as error:
-            reason = error.reason if isinstance(error, urllib.error.URLError) else error
-            raise _unreachable(target, reason) from error
         if not isinstance(document, dict):
             raise NoAnswer(f"{target} answered something else; is that a kvlake sidecar?")
         return cast("Document", document)

@@ -4,6 +4,7 @@ import gc
 import http.server
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -364,6 +365,22 @@ def test_another_http_server_is_not_accepted_as_a_sidecar(
         SidecarClient(address).get()
     with pytest.raises(NoAnswer, match="is no address"):
         SidecarClient("localhost:9321").get()
+
+
+def test_a_server_that_is_no_http_server_is_reported() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"SSH-2.0-OpenSSH\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(NoAnswer, match=r"does not answer by HTTP .*is that a kvlake sidecar"):
+            SidecarClient(f"http://127.0.0.1:{server.getsockname()[1]}").get()
+        thread.join()
 
 
 def test_an_empty_status_document_is_shown() -> None:
