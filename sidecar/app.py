@@ -189,7 +189,7 @@ class Server:
                 handshakes = Handshakes(self.dispatcher, jobs.endpoint)
                 self_checks = SelfChecks(self.dispatcher, self._directory, handshakes, jobs)
                 self._watchdog.add(self_checks.check)
-                self._watchdog.mend(self_checks.mend)
+                self._watchdog.repair(self_checks.repair)
                 tasks.start_soon(handshakes.run, listener, accepting)
                 info = ServerInfo(
                     epoch=self.dispatcher.epoch,

@@ -1,10 +1,10 @@
-"""Exit codes of the `kvlake` command: the one place where they are given out; and ending with one.
+"""Exit codes of the `kvlake` command, and ending the process with one.
 
 Invariants:
 
-* A number, once released, keeps its meaning; service managers and scripts decide by it whether a
-  restart can help. The table for operators is in docs/reference/cli.md.
-* A process that `leave` was called in ends with its code, whatever threads were left behind.
+* A released number keeps its meaning: service managers and scripts decide by it whether a restart
+  can help. The table for operators is in docs/reference/cli.md.
+* A process that called `leave` ends with its code, even if threads hang.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from typing import Final
 
 LEAVE_SECONDS_MAX: Final = 1.0
-"""How long a process that is done waits for its threads."""
+"""How long an ending process waits for its threads."""
 
 _logger = logging.getLogger("kvlake.exits")
 
@@ -31,11 +31,11 @@ class Exit(enum.IntEnum):
     NO = 1
     """The answer is no: a damaged file, a sidecar that cannot be reached."""
     USAGE = 2
-    """The command line or the configuration must be changed; another try ends the same way."""
+    """The command line or the configuration must be changed; a retry ends the same way."""
     START = 3
-    """The sidecar found no room, port, lock or right to start with; a later try may do better."""
+    """The sidecar found no room, port, lock or right to start with; a retry may succeed."""
     LOSS = 4
-    """The sidecar stopped before all was written, or before others were told of all that was."""
+    """The sidecar stopped before all was written, or before others were notified of all writes."""
     AT_ONCE = 5
     """A second signal ended the sidecar without a drain."""
     INTERNAL = 70
@@ -43,15 +43,12 @@ class Exit(enum.IntEnum):
 
 
 def leave(code: int) -> int:
-    """Give `code` back, and see to it that the process ends with it.
+    """Return `code`, and make sure that the process ends with it.
 
-    Python waits, at its end, for every thread but daemons; one that hangs in the kernel (a listing
-    that was left behind, on a mount whose server is gone) would keep the process for ever. Where
-    such threads are left after `LEAVE_SECONDS_MAX`, the process ends without them, as a kill would.
-    Those of an executor that have nothing to do are told to end by Python itself, in that time.
-
-    For the last thing that a process does: what is to be closed is closed, all that is to be
-    printed was printed.
+    At its end Python waits for all threads but daemons. One that hangs in the kernel (in a mount
+    whose server is gone) would keep the process for ever. If such threads are left after
+    `LEAVE_SECONDS_MAX`, the process ends without them, as if killed. Call it last, when everything
+    is closed and printed.
     """
     if _threads_left():
         threading.Thread(target=_end, args=(code,), name="kvlake-end", daemon=True).start()
@@ -65,7 +62,7 @@ def _threads_left() -> int:
 
 def _end(code: int) -> None:
     time.sleep(LEAVE_SECONDS_MAX)
-    # Past its threads, Python is at its last steps, and takes what time they need.
+    # Without threads, Python is in its last steps, which may take longer.
     if not (left := _threads_left()):
         return
     try:

@@ -1,12 +1,12 @@
-"""Log lines that people read and machines parse: one line, one event, fields as key=value.
+"""Log lines: one event each, with fields as key=value or as JSON, on standard error.
 
-Owns the two formatters and the set-up of the root of kvlake's loggers. Does not own levels per
-module, files or rotation: lines go to standard error and whoever runs the sidecar keeps them.
+Owns the formatters and the set-up of kvlake's root logger. Does not own levels per module, files or
+rotation.
 
-Invariants: one record is one line, whatever its fields hold (keys of chunks are shown as short
-hex, text is quoted when it needs to be); a field never overwrites time, level, logger or event;
-known secrets are masked (`redaction.py`); a message is logged at most `LINES_MAX` times a minute,
-whatever its fields, and its next line says how many were left out.
+Invariants: one record is one line, whatever its fields hold (bytes are shown as short hex, text is
+quoted where needed); a field never overwrites time, level, logger or event; known secrets are
+masked (`redaction.py`); a message is logged at most `LINES_MAX` times a minute, whatever its
+fields, and its next line has the number of omitted ones.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ FIELD_CHARACTERS_MAX: Final = 2_000
 LINES_MAX: Final = 20
 LINES_SECONDS: Final = 60.0
 MESSAGES_MAX: Final = 1_000
-"""A message may have `LINES_MAX` lines within `LINES_SECONDS`; so many messages are remembered."""
+"""Messages that are counted at a time."""
 _BYTES_SHOWN_MAX: Final = 8
 
 
 def fields(**values: object) -> dict[str, object]:
     """The `extra` of a log call: `logger.info("attached", extra=fields(rank=0))`.
 
-    Errors become text here: whoever keeps a record must not keep the frames of a traceback, and
-    the memory that they hold.
+    Errors become text here: a record that is kept must not keep the frames of a traceback, and
+    their memory.
     """
-    told = {
+    texts = {
         name: str(value) if isinstance(value, BaseException) else value
         for name, value in values.items()
     }
-    return {"kvlake_fields": told}
+    return {"kvlake_fields": texts}
 
 
-def story_of(error: BaseException) -> str:
-    """The end of an error's traceback as text, for a field.
+def traceback_end(error: BaseException) -> str:
+    """The end of an error's traceback, for a field.
 
-    In place of `exc_info` where frames hold memory that must go when the work that failed ends.
+    Use it instead of `exc_info` where frames hold memory that must be freed with the failed work.
     """
     return "".join(traceback.format_exception(error))[-FIELD_CHARACTERS_MAX:]
 
 
-def story_whole(error: BaseException) -> str:
-    """An error's whole traceback as text, known secrets masked: for one that ends the process."""
+def traceback_whole(error: BaseException) -> str:
+    """An error's whole traceback, known secrets masked: for one that ends the process."""
     return redacted("".join(traceback.format_exception(error)))
 
 
@@ -118,10 +118,9 @@ def _quoted(value: object) -> str:
 
 
 class RateLimit(logging.Filter):
-    """Leaves out what a message has beyond `LINES_MAX` lines within `LINES_SECONDS`.
+    """Omits lines of one message beyond `LINES_MAX` within `LINES_SECONDS`, except debug lines.
 
-    Debug lines all pass. A message is the text that the code has, before its arguments; there are
-    as many as calls of a logger.
+    A message is the text in the code, before its arguments.
     """
 
     def __init__(self) -> None:
@@ -129,7 +128,7 @@ class RateLimit(logging.Filter):
         self._minutes: dict[tuple[str, int, str], _Minute] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is logged. Adds `left_out` to the fields of the next that is."""
+        """Whether the record is logged. Adds the number of omitted ones as `left_out`."""
         if record.levelno <= logging.DEBUG:
             return True
         message = (record.name, record.levelno, str(record.msg))
@@ -139,7 +138,7 @@ class RateLimit(logging.Filter):
                 values = getattr(record, "kvlake_fields", {})
                 record.__dict__.update(fields(**values, left_out=minute.left_out))
             if len(self._minutes) >= MESSAGES_MAX:
-                # Those of libraries may have any text.
+                # Messages of libraries may contain any text.
                 self._minutes.clear()
             minute = self._minutes[message] = _Minute(record.created)
         minute.lines += 1
@@ -149,7 +148,7 @@ class RateLimit(logging.Filter):
 
 @dataclass(slots=True)
 class _Minute:
-    """What a message had since `began`, in seconds since 1970."""
+    """Lines of a message since `began`, in seconds since 1970."""
 
     began: float
     lines: int = 0
@@ -165,8 +164,8 @@ def configure(level: str, style: Literal["text", "json"]) -> None:
     logger.handlers[:] = [handler]
     logger.setLevel(level.upper())
     logger.propagate = False
-    # What libraries warn of takes the same way, so that their secrets are masked too. Their debug
-    # lines hold whole requests, signatures included, and are not shown at any level.
+    # Warnings of libraries go the same way, so that secrets in them are masked. Their debug lines
+    # hold whole requests, signatures included, and are never shown.
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)

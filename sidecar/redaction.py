@@ -1,13 +1,12 @@
-"""The last line before a secret gets out: known secrets are masked in every text that leaves.
+"""Masking secrets in all output of this process.
 
-Owns the list of this process' secrets, and masking them. Does not own where secrets come from
-(`config/model.py` says what they are) nor the outputs that are masked (`logs.py`,
-`observe/http.py`).
+Owns the list of this process' secrets. Does not own where secrets come from (`config/model.py`),
+nor the outputs that are masked (`logs.py`, `observe/http.py`).
 
-The first line is that secrets are not put into messages at all; but errors of libraries say what
-they like, and a store's error may well repeat the URL or the options that it was given.
+The first line of defence is that messages contain no secrets. But the error of a library may repeat
+the URL or the options that it was given.
 
-Invariant: what was concealed stays concealed for the life of the process.
+Invariant: a concealed secret stays concealed until the process ends.
 """
 
 from __future__ import annotations
@@ -21,50 +20,40 @@ if TYPE_CHECKING:
 
 MASK: Final = "***"
 SECRET_CHARACTERS_MIN: Final = 6
-"""A shorter one is in every other word, and no secret."""
+"""Shorter ones are not masked: they occur in ordinary words."""
 
 
 class Redactor:
-    """A list of secrets, and the masking of them. A process has one; a test makes its own."""
+    """A list of secrets, and masking them. A process has one; a test makes its own."""
 
     def __init__(self) -> None:
-        self._known: set[str] = set()
-        self._ordered: list[str] = []
+        self._known: list[str] = []
+        """The longest first: one may be a part of another."""
 
     def conceal(self, secrets: Iterable[str]) -> None:
         """Mask these from now on, also as they look in a URL, in JSON and in a Python literal."""
         for secret in secrets:
             if len(secret) < SECRET_CHARACTERS_MIN:
                 continue
-            self._known.update(
-                (
-                    secret,
-                    urllib.parse.quote(secret, safe=""),
-                    urllib.parse.quote(secret),
-                    urllib.parse.unquote(secret),
-                    json.dumps(secret)[1:-1],
-                    repr(secret)[1:-1],
-                )
-            )
-        # The longest first: one may be a part of another.
-        self._ordered = sorted(self._known, key=len, reverse=True)
+            forms = {
+                secret,
+                urllib.parse.quote(secret, safe=""),
+                urllib.parse.quote(secret),
+                urllib.parse.unquote(secret),
+                json.dumps(secret)[1:-1],
+                repr(secret)[1:-1],
+            }
+            self._known.extend(forms.difference(self._known))
+        self._known.sort(key=len, reverse=True)
 
     def redacted(self, text: str) -> str:
         """The text with every known secret masked."""
-        for secret in self._ordered:
+        for secret in self._known:
             if secret in text:
                 text = text.replace(secret, MASK)
         return text
 
 
 _process: Final = Redactor()
-
-
-def conceal(secrets: Iterable[str]) -> None:
-    """Mask these from now on in all that this process writes."""
-    _process.conceal(secrets)
-
-
-def redacted(text: str) -> str:
-    """The text with every secret of this process masked."""
-    return _process.redacted(text)
+conceal: Final = _process.conceal
+redacted: Final = _process.redacted

@@ -67,7 +67,7 @@ def _run(words: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.OK
     except Exception as error:
-        from sidecar.logs import story_whole
+        from sidecar.logs import traceback_whole
 
-        complain(f"a bug ended this command, please report it:\n{story_whole(error)}")
+        complain(f"a bug ended this command, please report it:\n{traceback_whole(error)}")
         return Exit.INTERNAL

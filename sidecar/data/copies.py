@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from sidecar.core.commands import Copied, CopyOutcome, Gather, Scatter
 from sidecar.data.copy_queue import CopyGroup, CopyQueue
-from sidecar.logs import fields, story_of
+from sidecar.logs import fields, traceback_end
 from tiers.errors import ChunkCorrupt
 from tiers.kv.slot_image import payload_hasher
 from tiers.store.client import run_to_end
@@ -184,7 +184,9 @@ class Copies:
             _logger.error(  # noqa: TRY400
                 "copy failed",
                 extra=fields(
-                    session=group.session.session_id, job=group.job_id, traceback=story_of(error)
+                    session=group.session.session_id,
+                    job=group.job_id,
+                    traceback=traceback_end(error),
                 ),
             )
             return group.all_ended(CopyOutcome.FAILED, str(error))
@@ -223,7 +225,7 @@ def gather_group(group: CopyGroup, pool: Memory) -> list[Copied]:
                 transfer.finish(hasher.update)
             except Exception as error:
                 _logger.error(  # noqa: TRY400
-                    "gather failed", extra=fields(key=command.key, traceback=story_of(error))
+                    "gather failed", extra=fields(key=command.key, traceback=traceback_end(error))
                 )
                 ended.append(Copied(command.copy_id, CopyOutcome.FAILED, str(error)))
             else:

@@ -1,17 +1,17 @@
-"""What one engine's own cache holds, as its event stream tells it, for the stream of this sidecar.
+"""A mirror of one engine's own cache, built from its event stream.
 
 Owns the set of blocks, and turning the engine's events into ones that can stand beside those of
-other engines: the owner is named, and "all blocks cleared" becomes their removal. Does not own how
-the events get here (`engine_subscriber.py`). Pure.
+other engines: they name the owner, and "all blocks cleared" becomes the removal of each. Does not
+own receiving the events (`engine_subscriber.py`). Pure.
 
 Invariants:
 
-* At most `blocks_max` blocks are remembered; one that is forgotten is told as removed, so that what
-  is remembered is what subscribers have been told.
-* vLLM computes the same block more than once (the last one of a prompt that is all cached; those of
-  two requests that load at a time), keeps each copy and tells of each that it comes and goes. A
-  block is told as removed with its last copy, so that subscribers need not count. Where vLLM tells
-  of hits in the same words there is no counting: then it is removed with the first.
+* At most `blocks_max` blocks are kept. Dropping one yields its removal, so the mirror always equals
+  what subscribers were sent.
+* vLLM may compute a block more than once (the last one of a prompt that is all cached; those of two
+  requests that load at the same time), keeps each copy, and publishes an event for each. A removal
+  is yielded for the last copy only, so that subscribers need not count. If vLLM publishes hits with
+  the same events, copies cannot be counted: then the first removal counts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HASHES_PER_EVENT_MAX: Final = 4096
 
 
 class _Place(NamedTuple):
-    """A block's name: engines that have several groups of layers use one hash in each."""
+    """Identifies a block: engines with several KV cache groups use one hash in each."""
 
     medium: str
     group_idx: int | None
@@ -43,7 +43,7 @@ class _Place(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """A block, by the event that told of it last and its position there."""
+    """A block, by its last event and its position there."""
 
     event: BlockStored
     position: int
@@ -51,7 +51,7 @@ class _Held(NamedTuple):
 
 
 class EngineBlocks:
-    """One engine's blocks, by the events that told of them."""
+    """One engine's blocks, by their events."""
 
     def __init__(self, engine_id: str, *, blocks_max: int = BLOCKS_MAX) -> None:
         self.owner = f"engine/{engine_id}"
@@ -64,23 +64,23 @@ class EngineBlocks:
         return len(self._held)
 
     def apply(self, events: Iterable[CacheEvent]) -> list[CacheEvent]:
-        """Take events of the engine; what to tell subscribers."""
-        told: list[CacheEvent] = []
+        """Apply events of the engine; returns the events for subscribers."""
+        changes: list[CacheEvent] = []
         batch = list(events)
-        if self._counts and any(_tells_of_hits(event) for event in batch):
+        if self._counts and any(_announces_hits(event) for event in batch):
             self._counts = False
             self._held = {place: held._replace(copies=1) for place, held in self._held.items()}
         for event in batch:
             match event:
                 case AllBlocksCleared():
-                    told += self.clear()
+                    changes += self.clear()
                 case BlockStored() | BlockRemoved():
                     if not (event.ownership or "").startswith(TIERS_OWNER):
-                        told += self._apply(event)
+                        changes += self._apply(event)
         while len(self._held) > self._blocks_max:
             oldest = list(itertools.islice(self._held, len(self._held) - self._blocks_max))
-            told += self._forget(oldest)
-        return told
+            changes += self._drop(oldest)
+        return changes
 
     def _apply(self, event: BlockStored | BlockRemoved) -> list[CacheEvent]:
         named = msgspec.structs.replace(
@@ -95,7 +95,7 @@ class EngineBlocks:
             held = self._held.get(place)
             copies = held.copies if held is not None and self._counts else 0
             if isinstance(named, BlockStored):
-                # Taken out first, so that the newest is last.
+                # Removed first, so that the newest is last.
                 self._held.pop(place, None)
                 self._held[place] = _Held(named, position, copies + 1)
             elif held is not None and copies > 1:
@@ -108,10 +108,10 @@ class EngineBlocks:
         return [msgspec.structs.replace(named, block_hashes=gone)] if gone else []
 
     def clear(self) -> list[CacheEvent]:
-        """Forget all blocks; what to tell subscribers."""
-        return self._forget(list(self._held))
+        """Drop all blocks; returns the events for subscribers."""
+        return self._drop(list(self._held))
 
-    def _forget(self, places: list[_Place]) -> list[CacheEvent]:
+    def _drop(self, places: list[_Place]) -> list[CacheEvent]:
         events: list[CacheEvent] = []
         for (medium, group_idx, owner), run in itertools.groupby(places, key=lambda one: one[:3]):
             names = [place.name for place in run]
@@ -130,12 +130,12 @@ class EngineBlocks:
         return events
 
     def snapshot(self) -> Iterator[CacheEvent]:
-        """An event for each block that is held, one after the other, oldest first."""
+        """An event for each block, oldest first."""
         for held in list(self._held.values()):
             yield event_of_block(held.event, held.position)
 
 
-def _tells_of_hits(event: CacheEvent) -> bool:
+def _announces_hits(event: CacheEvent) -> bool:
     return isinstance(event, BlockRemoved) and event.ownership == HITS_OWNER
 
 
@@ -147,8 +147,8 @@ def event_of_block(event: BlockStored, position: int) -> BlockStored:
         tokens = tokens[position * size : (position + 1) * size]
         parent = hashes[position - 1] if position else parent
     else:
-        # Of windows and states vLLM keeps some blocks of a range, and tells the tokens of all: it
-        # does not say which of them are this block's.
+        # For sliding windows and states vLLM stores some blocks of a range, but sends the tokens of
+        # all: which of them are this block's is unknown.
         tokens, parent = [], None
     extra, ahead = event.extra_keys, event.lookahead_token_ids
     return msgspec.structs.replace(

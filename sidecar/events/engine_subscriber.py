@@ -1,16 +1,16 @@
-"""Following one engine's own event stream: its PUB socket, and its replay socket for the gaps.
+"""Subscribing to one engine's own event stream: its PUB socket, and its replay socket for gaps.
 
-Owns both sockets, the order of batches and the filling of gaps. Does not own what the batches mean
-(`engine_mirror.py`) nor who is told (`publisher.py`).
+Owns both sockets, the order of batches and the filling of gaps. Does not own the content of batches
+(`engine_mirror.py`), nor publishing them (`publisher.py`).
 
 Invariants:
 
-* All that the engine still has of before is asked for at once, so that an idle engine's blocks are
-  known without its doing anything; again, ever more rarely, where it does not answer in time.
-* Batches are applied in the order of their numbers, each once. Where one is missing and the engine
-  does not give it again, within `REPLAY_SECONDS_MAX`, all of the engine's blocks are forgotten:
-  a subscriber may be told too little, never something that is long gone.
-* What waits for a replay is bounded. Nothing here waits, and nothing here ends the sidecar.
+* A replay of everything the engine still has is requested at once, so that the blocks of an idle
+  engine are known; again, with growing pauses, where it does not answer in time.
+* Batches are applied in the order of their numbers, each once. Where one is missing and is not
+  replayed within `REPLAY_SECONDS_MAX`, all of the engine's blocks are dropped: a subscriber may
+  know too few blocks, never one that is long gone.
+* Batches that wait for a replay are bounded. Nothing here blocks, and no error ends the sidecar.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 BATCHES_WAITING_MAX: Final = 10_000
 BATCH_BYTES_MAX: Final = 64 << 20
 WAITING_BYTES_MAX: Final = 64 << 20
-"""Of batches that came while a replay was waited for; beyond it, it is not waited for any more."""
+"""Batches received during a replay. Beyond this, the replay is abandoned."""
 REPLAY_SECONDS_MAX: Final = 5.0
 PAUSE_SECONDS: Final = 5.0
-"""Until an engine that did not answer is asked again; twice as long each time, up to the next."""
+"""Pause before an engine that did not answer is asked again. Doubles, up to the next constant."""
 PAUSE_SECONDS_MAX: Final = 300.0
 
 _logger = logging.getLogger("kvlake.events")
@@ -50,9 +50,9 @@ class EngineFeed:
 
     Args:
         endpoint, replay_endpoint: of the engine's publisher; the second may be empty.
-        tell: takes what to tell subscribers, and the engine's data-parallel rank.
+        publish: called with events for subscribers, and the engine's data-parallel rank.
 
-    Raises `zmq.ZMQError` where there are no sockets to be had, or an endpoint is none.
+    Raises `zmq.ZMQError` where sockets cannot be made, or an endpoint is invalid.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class EngineFeed:
         endpoint: str,
         replay_endpoint: str,
         blocks: EngineBlocks,
-        tell: Callable[[list[CacheEvent], int | None], None],
+        publish: Callable[[list[CacheEvent], int | None], None],
     ) -> None:
         self.blocks = blocks
         self.gaps = 0
-        """Times that batches were missing and did not come."""
-        self._tell = tell
+        """Times that batches were missing and were not replayed."""
+        self._publish = publish
         self._last = -1
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._waiting_bytes = 0
@@ -79,7 +79,7 @@ class EngineFeed:
         self._context = zmq.Context(io_threads=1)
         try:
             self._connect(zmq.SUB, endpoint, self._published)
-            self._ask()
+            self._request()
         except BaseException:
             self._end()
             raise
@@ -103,77 +103,77 @@ class EngineFeed:
 
     def _published(self, frames: list[bytes]) -> None:
         if _is_batch(frames):
-            self._came(number_of(frames[-2]), frames[-1])
+            self._receive(number_of(frames[-2]), frames[-1])
 
     def _replied(self, frames: list[bytes]) -> None:
         if not _is_batch(frames):
             return
         if frames[-2] == END_OF_REPLAY:
             self._pause_seconds = PAUSE_SECONDS
-            self._replayed()
+            self._end_replay()
         elif self._replaying is not None:
-            self._follow(number_of(frames[-2]), frames[-1])
+            self._apply(number_of(frames[-2]), frames[-1])
 
-    def _came(self, number: int, payload: bytes) -> None:
+    def _receive(self, number: int, payload: bytes) -> None:
         if self._replaying is not None:
             self._waiting.append((number, payload))
             self._waiting_bytes += len(payload)
             too_many = len(self._waiting) > BATCHES_WAITING_MAX
             if too_many or self._waiting_bytes > WAITING_BYTES_MAX:
-                self._late()
-        elif number > self._last + 1 and self._asked():
+                self._abandon_replay()
+        elif number > self._last + 1 and self._try_request():
             self._waiting.append((number, payload))
             self._waiting_bytes += len(payload)
         else:
-            self._follow(number, payload)
+            self._apply(number, payload)
 
-    def _asked(self) -> bool:
-        """Ask for what is missing; False where that cannot be done."""
+    def _try_request(self) -> bool:
+        """Request what is missing; False where that fails."""
         try:
-            self._ask()
+            self._request()
         except zmq.ZMQError as error:
             _logger.warning(
-                "an engine cannot be asked for what was missed",
+                "missing batches of an engine cannot be requested",
                 extra=fields(owner=self.blocks.owner, error=error),
             )
         return self._replaying is not None
 
-    def _ask(self) -> None:
-        """Ask for all that follows the last batch, where the engine says of whom."""
+    def _request(self) -> None:
+        """Request all batches after the last one, if the engine has a replay socket."""
         if not self._replay_endpoint:
             return
         if self._dealer is None:
             self._dealer = self._connect(zmq.DEALER, self._replay_endpoint, self._replied)
         self._dealer.send_multipart((b"", number_frame(self._last + 1)), zmq.NOBLOCK)
-        self._replaying = self._loop.call_later(REPLAY_SECONDS_MAX, self._late)
+        self._replaying = self._loop.call_later(REPLAY_SECONDS_MAX, self._abandon_replay)
         if self._again is not None:
             self._again.cancel()
             self._again = None
         self._readers[self._dealer].check()
 
-    def _late(self) -> None:
-        """What was asked for took too long: its answers would be taken for those of the next."""
+    def _abandon_replay(self) -> None:
+        """Abandon a replay, with its socket: late answers would be taken for those of the next."""
         if self._dealer is not None:
             self._disconnect(self._dealer)
             self._dealer = None
         idle = not self._waiting
-        self._replayed()
+        self._end_replay()
         if idle and self._replaying is None:
-            # Nothing that it tells would show what is missing.
-            self._again = self._loop.call_later(self._pause_seconds, self._asked)
+            # Without new batches no gap would be noticed.
+            self._again = self._loop.call_later(self._pause_seconds, self._try_request)
             self._pause_seconds = min(2 * self._pause_seconds, PAUSE_SECONDS_MAX)
 
-    def _replayed(self) -> None:
-        """The replay is over, or is not waited for: go on with what has come since."""
+    def _end_replay(self) -> None:
+        """End a replay: apply the batches received meanwhile."""
         if self._replaying is None:
             return
         self._replaying.cancel()
         self._replaying = None
         self._waiting_bytes = 0
         while self._waiting:
-            self._follow(*self._waiting.popleft())
+            self._apply(*self._waiting.popleft())
 
-    def _follow(self, number: int, payload: bytes) -> None:
+    def _apply(self, number: int, payload: bytes) -> None:
         if number <= self._last:
             return
         missed = number > self._last + 1
@@ -186,19 +186,19 @@ class EngineFeed:
             self._lost(f"a batch cannot be read: {error}")
             return
         self.blocks.data_parallel_rank = batch.data_parallel_rank
-        self._tell(self.blocks.apply(batch.events), batch.data_parallel_rank)
+        self._publish(self.blocks.apply(batch.events), batch.data_parallel_rank)
 
     def _lost(self, reason: str) -> None:
         self.gaps += 1
         _logger.warning(
-            "an engine's blocks are forgotten", extra=fields(owner=self.blocks.owner, reason=reason)
+            "an engine's blocks are dropped", extra=fields(owner=self.blocks.owner, reason=reason)
         )
-        self._tell(self.blocks.clear(), self.blocks.data_parallel_rank)
+        self._publish(self.blocks.clear(), self.blocks.data_parallel_rank)
 
     def close(self) -> None:
-        """Follow no more. The engine's blocks went with it."""
+        """End the subscription, and drop the engine's blocks."""
         self._end()
-        self._tell(self.blocks.clear(), self.blocks.data_parallel_rank)
+        self._publish(self.blocks.clear(), self.blocks.data_parallel_rank)
 
     def _end(self) -> None:
         if self._replaying is not None:

@@ -1,16 +1,16 @@
-"""The stream of KV events: what it says, in which order, and what a late subscriber is told.
+"""The stream of KV events: its batches, their order, replay and snapshots.
 
-Owns the sequence numbers, the batches that are kept for replay, the translation of changes of the
-directory into events, and the walk over what is cached now. Does not own sockets
-(`sockets.py`), what an engine's own cache holds (`engine_mirror.py`), nor what changes.
+Owns the sequence numbers, the batches kept for replay, the translation of changes of the directory
+into events, and snapshots of what is cached. Does not own sockets (`sockets.py`), nor the blocks of
+engines' own caches (`engine_mirror.py`).
 
 Invariants:
 
-* Numbers grow by one from batch to batch, and from one life of the sidecar to the next. The first
-  batch of a life clears everything.
-* A batch is told after the change that it tells of. Per block the order of events is that of the
-  changes, so whoever applies them has the directory's state, and may apply any of them twice.
-* What is kept is bounded in batches and in bytes. Nobody waits for a subscriber.
+* Numbers grow by one from batch to batch, and from one epoch of the sidecar to the next. The first
+  batch of an epoch clears everything.
+* A batch is published after its changes. The events of one block have the order of its changes, so
+  a subscriber that applies them has the directory's state. Applying an event twice is harmless.
+* The history is bounded in batches and in bytes. Nothing waits for a subscriber.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from sidecar.events.records import (
     name_of,
 )
 from sidecar.logs import fields
-from sidecar.protocol import tiers_owner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -58,52 +57,52 @@ T = TypeVar("T")
 EVENTS_PER_BATCH_MAX: Final = 512
 HASHES_PER_EVENT_MAX: Final = 4096
 SIZE_UNKNOWN: Final = 0
-"""As vLLM has it, where its offloading does not know a chunk's tokens."""
+"""vLLM's value where its offloading does not know a chunk's tokens."""
 
 _logger = logging.getLogger("kvlake.events")
 _TIERS: Final = ((MEDIUM_CPU, LOCAL), (MEDIUM_STORAGE, REMOTE))
 
 
-class Told(NamedTuple):
-    """One batch as it was told."""
+class PublishedBatch(NamedTuple):
+    """One batch, encoded."""
 
     number: int
     payload: bytes
 
 
 class Publisher(Protocol):
-    """Where batches go. Never waits."""
+    """Where batches are published. Never waits."""
 
-    def publish(self, batch: Told) -> None:
-        """Tell whoever listens."""
+    def publish(self, batch: PublishedBatch) -> None:
+        """Send a batch to all subscribers."""
         ...
 
 
 class History:
-    """Batches that were told, the newest ones, for replay."""
+    """The newest batches, for replay."""
 
     def __init__(self, first_number: int, *, batches_max: int, bytes_max: int) -> None:
         self.next_number = first_number
         self.size_bytes = 0
         self._batches_max = batches_max
         self._bytes_max = bytes_max
-        self._kept: deque[Told] = deque()
+        self._kept: deque[PublishedBatch] = deque()
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def add(self, payload: bytes) -> Told:
-        """Give a batch its number and keep it, for a while."""
-        told = Told(self.next_number, payload)
+    def add(self, payload: bytes) -> PublishedBatch:
+        """Number a batch and keep it."""
+        batch = PublishedBatch(self.next_number, payload)
         self.next_number += 1
-        self._kept.append(told)
+        self._kept.append(batch)
         self.size_bytes += len(payload)
         while len(self._kept) > self._batches_max or self.size_bytes > self._bytes_max:
             self.size_bytes -= len(self._kept.popleft().payload)
-        return told
+        return batch
 
-    def since(self, number: int) -> list[Told]:
-        """What is kept from this number on."""
+    def since(self, number: int) -> list[PublishedBatch]:
+        """The kept batches from this number on."""
         if not self._kept or number >= self.next_number:
             return []
         skipped = max(0, number - self._kept[0].number)
@@ -111,13 +110,11 @@ class History:
 
 
 class EventStream:
-    """Tells a publisher what the tiers gain and lose.
+    """Publishes what the tiers gain and lose.
 
     Args:
-        realms: what a realm is called, and what its slots hold.
-        directory: what is cached now.
         memory: the host pool.
-        first_number: of this life; higher than any of an earlier one.
+        first_number: the first number of this epoch, above all numbers of earlier ones.
     """
 
     def __init__(
@@ -139,49 +136,36 @@ class EventStream:
         self._directory = directory
         self._memory = memory
         self._clock = clock
-        self._owners: dict[int, str] = {}
         self.engines: dict[int, EngineFeed] = {}
-        """The engines whose own streams are followed, by session."""
-        self.tell([AllBlocksCleared()])
+        """Subscriptions to engines' own streams, by session."""
+        self.publish([AllBlocksCleared()])
 
-    def tell(self, events: Iterable[CacheEvent], data_parallel_rank: int | None = None) -> None:
-        """Tell events, in batches of a bounded size; no more than one of them is made ahead."""
+    def publish(self, events: Iterable[CacheEvent], data_parallel_rank: int | None = None) -> None:
+        """Publish events in batches of a bounded size, one after the other."""
         for part in _parts(events, EVENTS_PER_BATCH_MAX):
             batch = EventBatch(self._clock(), part, data_parallel_rank)
             self._publisher.publish(self.history.add(encode(batch)))
             self.events_told += len(part)
 
     def changed(self, changes: Iterable[FlagChange]) -> None:
-        """Tell what became available in, and what went from, the tiers."""
-        self.tell(self._events(changes))
+        """Publish what became available in the tiers, and what was removed."""
+        self.publish(self._events(changes))
 
     def listed(self, realm: Held, keys: Keys) -> None:
-        """Tell of chunks (keys of shape [n, 32]) that the catalog told of."""
+        """Publish chunks (keys of shape [n, 32]) that the catalog lists."""
         if realm.readable:
             names = map(name_of, key_list(keys))
-            self.tell(self._listed(realm, part) for part in _parts(names, HASHES_PER_EVENT_MAX))
+            self.publish(self._listed(realm, part) for part in _parts(names, HASHES_PER_EVENT_MAX))
 
     def forgotten(self, realm: RealmLayout, names: list[bytes]) -> None:
-        """Tell of chunks that were in the store for a realm of which nothing is known any more."""
-        self._owners.pop(realm.realm_id, None)
-        medium, locality = _TIERS[1]
-        owner = tiers_owner(realm.namespace_digest, realm.topology)
-        self.tell(
-            BlockRemoved(
-                block_hashes=[*part],
-                medium=medium,
-                locality=locality,
-                ownership=owner,
-                group_idx=realm.group,
-            )
-            for part in _parts(names, HASHES_PER_EVENT_MAX)
-        )
+        """Publish the removal of stored chunks of a realm that was evicted."""
+        self.publish(_removed(realm, 1, part) for part in _parts(names, HASHES_PER_EVENT_MAX))
 
     def follow(self, session_id: int, engine_id: str, endpoint: str, replay_endpoint: str) -> None:
-        """Join an engine's own stream with this one; where it cannot be, it is told once."""
+        """Publish the events of an engine's own stream too, if it can be connected to."""
         blocks = EngineBlocks(engine_id)
         try:
-            feed = EngineFeed(endpoint, replay_endpoint, blocks, self.tell)
+            feed = EngineFeed(endpoint, replay_endpoint, blocks, self.publish)
         except zmq.ZMQError as error:
             _logger.warning(
                 "an engine's events are not followed",
@@ -191,22 +175,23 @@ class EventStream:
         self.engines[session_id] = feed
 
     def leave(self, session_id: int) -> None:
-        """An engine is gone, and so are its blocks."""
+        """Publish the removal of an engine's blocks."""
         feed = self.engines.pop(session_id, None)
         if feed is not None:
             feed.close()
 
     def end(self) -> None:
-        """The last batch: what was told of is not there to be loaded any more."""
+        """Publish the last batch: nothing can be loaded any more."""
         for session_id in list(self.engines):
             self.leave(session_id)
-        self.tell([AllBlocksCleared()])
+        self.publish([AllBlocksCleared()])
 
     def snapshot(self) -> Iterator[bytes]:
-        """Payloads of batches that say what is cached, for a subscriber that knows nothing.
+        """Payloads of batches with everything that is cached, for a new subscriber.
 
-        It is walked while the cache changes: each payload is true when it is made, and whoever
-        applies them, and then every batch told since the walk began, has the state after those.
+        The cache may change during the iteration. Each payload is true when it is yielded. A
+        subscriber that applies them all, and then every batch published since the iteration began,
+        has the state after those.
         """
         yield encode(EventBatch(self._clock(), [AllBlocksCleared()]))
         for feed in list(self.engines.values()):
@@ -217,14 +202,14 @@ class EventStream:
                     if not self._knows(realm):
                         break
                     yield from self._payload([self._listed(realm, names)])
-            # Behind the names alone, so that what is known of a chunk in both tiers is said last.
+            # After the bare names, so that the event with all details of a chunk comes last.
             for keys in _parts(list(realm.chunks), EVENTS_PER_BATCH_MAX):
                 if not self._knows(realm):
                     break
                 yield from self._payload(self._hosted(realm, keys))
 
     def _knows(self, realm: Held) -> bool:
-        """Whether a realm was not forgotten while the cache was walked."""
+        """Whether a realm still exists."""
         return self._directory.realms.get(realm.realm_id) is realm
 
     def _payload(
@@ -245,8 +230,8 @@ class EventStream:
     # --- changes into events -------------------------------------------------------------------
 
     def _events(self, changes: Iterable[FlagChange]) -> Iterator[CacheEvent]:
-        # What went, and what a listing named, is said in one event for as long as nothing else
-        # comes between: after a start those are millions.
+        # Consecutive removals, and consecutive bare names, share an event: after a start those are
+        # millions.
         run: list[bytes] = []
         kind: tuple[Held, int, bool] | None = None
         for change in changes:
@@ -272,51 +257,30 @@ class EventStream:
             yield self._run(kind, run)
 
     def _run(self, kind: tuple[Held, int, bool], names: list[bytes]) -> CacheEvent:
-        realm, tier, now = kind
-        if now:
-            return self._listed(realm, names)
-        medium, locality = _TIERS[tier]
-        return BlockRemoved(
-            block_hashes=list(names),
-            medium=medium,
-            locality=locality,
-            ownership=self._owner(realm.realm_id),
-            group_idx=self._realms[realm.realm_id].group,
+        realm, tier, stored = kind
+        return (
+            self._listed(realm, names)
+            if stored
+            else _removed(self._realms[realm.realm_id], tier, names)
         )
 
     def _stored(self, realm: Held, chunk: Chunk, tier: int) -> CacheEvent:
-        medium, locality = _TIERS[tier]
         knows_tokens = _knows_tokens(realm)
-        return BlockStored(
-            block_hashes=[name_of(chunk.key)],
-            parent_block_hash=None if chunk.parent == ZERO_KEY else name_of(chunk.parent),
+        return _stored_blocks(
+            self._realms[realm.realm_id],
+            tier,
+            [name_of(chunk.key)],
+            parent=None if chunk.parent == ZERO_KEY else name_of(chunk.parent),
             token_ids=self._token_ids(realm, chunk) if knows_tokens else [],
             block_size=_tokens(chunk) if knows_tokens else SIZE_UNKNOWN,
-            lora_id=None,
-            medium=medium,
-            lora_name=None,
-            locality=locality,
-            ownership=self._owner(realm.realm_id),
-            group_idx=self._realms[realm.realm_id].group,
         )
 
     def _listed(self, realm: Held, names: list[bytes]) -> CacheEvent:
-        """Chunks that only the catalog told of, without their tokens and parents."""
+        """Chunks known from the catalog alone, without their tokens and parents."""
         known = self._realms[realm.realm_id]
-        most = known.block_tokens * known.blocks_per_chunk
-        medium, locality = _TIERS[1]
-        return BlockStored(
-            block_hashes=list(names),
-            parent_block_hash=None,
-            token_ids=[],
-            block_size=most if _knows_tokens(realm) else SIZE_UNKNOWN,
-            lora_id=None,
-            medium=medium,
-            lora_name=None,
-            locality=locality,
-            ownership=self._owner(realm.realm_id),
-            group_idx=known.group,
-        )
+        chunk_tokens = known.block_tokens * known.blocks_per_chunk
+        size = chunk_tokens if _knows_tokens(realm) else SIZE_UNKNOWN
+        return _stored_blocks(known, 1, names, parent=None, token_ids=[], block_size=size)
 
     def _token_ids(self, realm: Held, chunk: Chunk) -> list[int]:
         segment = chunk.segments[0]
@@ -324,17 +288,44 @@ class EventStream:
         image = self._memory[segment.slot : segment.slot + templates.slot_bytes]
         return templates[segment.num_blocks].token_ids(image)
 
-    def _owner(self, realm_id: int) -> str:
-        owner = self._owners.get(realm_id)
-        if owner is None:
-            realm = self._realms[realm_id]
-            owner = tiers_owner(realm.namespace_digest, realm.topology)
-            self._owners[realm_id] = owner
-        return owner
+
+def _stored_blocks(
+    realm: RealmLayout,
+    tier: int,
+    names: list[bytes],
+    *,
+    parent: bytes | None,
+    token_ids: list[int],
+    block_size: int,
+) -> BlockStored:
+    medium, locality = _TIERS[tier]
+    return BlockStored(
+        block_hashes=list(names),
+        parent_block_hash=parent,
+        token_ids=token_ids,
+        block_size=block_size,
+        lora_id=None,
+        medium=medium,
+        lora_name=None,
+        locality=locality,
+        ownership=realm.owner,
+        group_idx=realm.group,
+    )
+
+
+def _removed(realm: RealmLayout, tier: int, names: list[bytes]) -> BlockRemoved:
+    medium, locality = _TIERS[tier]
+    return BlockRemoved(
+        block_hashes=list(names),
+        medium=medium,
+        locality=locality,
+        ownership=realm.owner,
+        group_idx=realm.group,
+    )
 
 
 def _tokens(chunk: Chunk) -> int:
-    """Tokens of a chunk whose first slot is there to read them from, else 0."""
+    """Tokens of a chunk whose first slot is in host memory, else 0."""
     layout = chunk.realm.layouts[0]
     segment = chunk.segments[0]
     if layout is None or segment.state is not SegmentState.HOST:

@@ -1,15 +1,15 @@
 """KV cache events as vLLM publishes them: the records, and batches as frames.
 
 Owns the wire format (MessagePack of vLLM's `vllm/distributed/kv_events.py`, which is not imported
-here) and the names of blocks. Does not own who is told what (`publisher.py`) nor sockets
+here) and the names of blocks. Does not own what is published (`publisher.py`), nor sockets
 (`sockets.py`).
 
 A batch is `[time, [event, ...], data_parallel_rank]`, an event a map with its class under `type`.
-What this release does not know of an event is dropped when it is decoded; fields that vLLM leaves
-out where they have their default are left out here too.
+Unknown fields of an event are dropped when it is decoded. Fields that vLLM omits where they have
+their default are omitted here too.
 
-Names: a chunk of kvlake's tiers is one block here, called by the first half of its key, 16 bytes,
-as in the shared index and in the catalog's table. `block_size` is how many tokens it holds.
+A chunk of kvlake's tiers is one block here. Its name is the first half of its key, 16 bytes, as in
+the shared index and in the catalog's table. `block_size` is its number of tokens.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ REMOTE: Final = "REMOTE"
 SEQUENCE_BYTES: Final = 8
 END_OF_REPLAY: Final = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
 SNAPSHOT: Final = b"snapshot"
-"""In place of a number, asks the replay socket for what is cached now."""
+"""In place of a number, requests a snapshot from the replay socket."""
 
 Hash: TypeAlias = int | bytes
 
 
 class BlockStored(msgspec.Struct, frozen=True, omit_defaults=True, tag="BlockStored", gc=False):
-    """Blocks came into `medium`, one after the other behind `parent_block_hash`."""
+    """Blocks were stored in `medium`, as a chain after `parent_block_hash`."""
 
     block_hashes: list[Hash]
     parent_block_hash: Hash | None
@@ -54,7 +54,7 @@ class BlockStored(msgspec.Struct, frozen=True, omit_defaults=True, tag="BlockSto
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, omit_defaults=True, tag="BlockRemoved", gc=False):
-    """Blocks are in `medium` no more."""
+    """Blocks were removed from `medium`."""
 
     block_hashes: list[Hash]
     medium: str | None
@@ -64,14 +64,14 @@ class BlockRemoved(msgspec.Struct, frozen=True, omit_defaults=True, tag="BlockRe
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, tag="AllBlocksCleared", gc=False):
-    """Nothing of what was told before holds any more."""
+    """All blocks of earlier events were removed."""
 
 
 CacheEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventBatch(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
-    """Events that are told together, at `ts` seconds since 1970."""
+    """Events published together, at `ts` seconds since 1970."""
 
     ts: float
     events: list[CacheEvent]
@@ -93,7 +93,7 @@ def decode(frame: bytes) -> EventBatch:
 
 
 def name_of(key: bytes) -> bytes:
-    """What a chunk is called in events."""
+    """The name of a chunk in events."""
     return key[:EVENT_NAME_BYTES]
 
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from sidecar.config.observability import EventsSettings
-    from sidecar.events.publisher import EventStream, Told
+    from sidecar.events.publisher import EventStream, PublishedBatch
     from sidecar.transport.zmtp_server import ZmtpPeer
 
     SendFrames = Callable[[Sequence[bytes]], Sent]
@@ -126,7 +126,7 @@ class EventSockets:
         both = (self._pub, self._replay)
         return sum(one.refused for one in both if isinstance(one, CurveSocket))
 
-    def publish(self, batch: Told) -> None:
+    def publish(self, batch: PublishedBatch) -> None:
         """Give a batch to every subscriber that can take it."""
         if self._closed:
             return

@@ -1,11 +1,11 @@
-"""Upkeep: what the sidecar needs from its surroundings, looked at again and again while it serves.
+"""Self checks: what the sidecar needs from its machine, checked again and again while it serves.
 
 Owns the checks of the runtime directory, the sockets, the pool's files and the copy threads, and
-putting a removed socket back. Does not own any of these, nor what follows from a problem
+making a removed socket again. Does not own any of these, nor what follows from a problem
 (`watchdog.py`).
 
 Invariants: a socket is made again only in a directory whose lock is ours, so two sidecars never
-fight over one; looking costs a handful of `lstat` calls and changes nothing.
+fight over one; a check costs a few `lstat` calls and changes nothing.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 class SelfChecks:
-    """Checks of one sidecar that serves. Make it when everything is there."""
+    """Checks of one sidecar that serves. Make it when all sockets and files exist."""
 
     def __init__(
         self,
@@ -76,12 +76,12 @@ class SelfChecks:
         self._directory = directory
         self._handshakes = handshakes
         self._jobs = jobs
-        self._sockets = {FileMark(path): renew for path, renew in self._renewals()}
+        self._sockets = {FileMark(path): bind_again for path, bind_again in self._socket_files()}
         pool = dispatcher.pool.path
         self._pool = (FileMark(pool), FileMark(pool.with_name(f"{pool.name}.lock")))
 
-    def _renewals(self) -> Iterator[tuple[Path, Callable[[], None]]]:
-        """Each socket that has a file, and how it is made again; those over TCP have none."""
+    def _socket_files(self) -> Iterator[tuple[Path, Callable[[], None]]]:
+        """Each socket that has a file, and how it is made again; sockets over TCP have none."""
         yield self._directory.attach_path, self._listen_again
         yield self._directory.jobs_path, self._jobs.bind_again
         events = self._dispatcher.event_sockets
@@ -95,6 +95,34 @@ class SelfChecks:
 
     def check(self) -> Iterator[Problem]:
         """What is wrong now."""
+        yield from self._check_files()
+        dispatcher = self._dispatcher
+        stuck = dispatcher.copies.stuck_seconds(time.monotonic())
+        if stuck > COPY_SECONDS_STUCK:
+            yield Problem("copies", f"every copy thread has been at its copy for {stuck:.0f} s")
+        for engine_id, ranks, world_size in dispatcher.sessions.incomplete(RANKS_SECONDS_MAX):
+            here = ", ".join(map(str, ranks))
+            yield Problem(
+                "ranks",
+                f"of {world_size} ranks of engine {engine_id} only {here} attached here, so no "
+                "chunk of it is ever loadable; the log of vLLM says why a rank is served without "
+                "the cache; all ranks of an engine must be on one node",
+                serious=False,
+            )
+        if uncached := dispatcher.uncached.all():
+            first, *others = uncached
+            more = f" ({len(others)} more: kvlake status)" if others else ""
+            yield Problem(
+                "uncached",
+                f"{first.name} serves without the cache: {first.message}{more}",
+                serious=False,
+            )
+        watch = dispatcher.watch
+        if watch is not None and watch.health.state != "ok":
+            reason = f"the store is {watch.health.state}: {watch.health.reason}"
+            yield Problem("store", reason, serious=False)
+
+    def _check_files(self) -> Iterator[Problem]:
         if not self._directory.held():
             yield Problem(
                 "runtime_directory",
@@ -106,9 +134,6 @@ class SelfChecks:
                 yield Problem(
                     "socket", f"{mark.path} was removed; nobody can connect to it", serious=serves
                 )
-        stuck = self._dispatcher.copies.stuck_seconds(time.monotonic())
-        if stuck > COPY_SECONDS_STUCK:
-            yield Problem("copies", f"every copy thread has been at its copy for {stuck:.0f} s")
         for mark in self._pool:
             if not mark.same():
                 yield Problem(
@@ -117,30 +142,9 @@ class SelfChecks:
                     "when this sidecar ends, and nothing of it outlives that",
                     serious=False,
                 )
-        for engine_id, ranks, world_size in self._dispatcher.sessions.incomplete(RANKS_SECONDS_MAX):
-            here = ", ".join(map(str, ranks))
-            yield Problem(
-                "ranks",
-                f"of {world_size} ranks of engine {engine_id} only {here} attached here, so no "
-                "chunk of it is ever loadable; the log of vLLM says why a rank is served without "
-                "the cache; all ranks of an engine must be on one node",
-                serious=False,
-            )
-        if uncached := self._dispatcher.uncached.all():
-            first, *others = uncached
-            more = f" ({len(others)} more: kvlake status)" if others else ""
-            yield Problem(
-                "uncached",
-                f"{first.name} serves without the cache: {first.message}{more}",
-                serious=False,
-            )
-        watch = self._dispatcher.watch
-        if watch is not None and watch.health.state != "ok":
-            reason = f"the store is {watch.health.state}: {watch.health.reason}"
-            yield Problem("store", reason, serious=False)
 
-    def mend(self) -> None:
-        """Make removed sockets again, where the directory is still ours or can be had again."""
+    def repair(self) -> None:
+        """Make removed sockets again, where the directory is ours or can be locked again."""
         lost = [mark for mark in self._sockets if not mark.same()]
         if not lost:
             return
@@ -154,5 +158,5 @@ class SelfChecks:
                 self._dispatcher.socket_stats.sockets_renewed += 1
                 _logger.warning("a socket was removed, made again", extra=fields(path=mark.path))
         except (OSError, StartError, zmq.ZMQError) as error:
-            # Told by `check`, and tried again with the next beat.
+            # `check` reports it, and the next beat tries again.
             _logger.debug("a socket cannot be made again", extra=fields(error=error))

@@ -1,11 +1,11 @@
-"""Telling systemd how the service fares (sd_notify): a datagram to `$NOTIFY_SOCKET`.
+"""Notifying systemd of the service's state (sd_notify): datagrams to `$NOTIFY_SOCKET`.
 
-Owns the socket's address and the interval that the manager's watchdog asks for. Does not own what
-is told, nor when (`watchdog.py`, `cli/run/`).
+Owns the socket's address and the interval of systemd's watchdog. Does not own what is sent, nor
+when (`watchdog.py`, `cli/run/`).
 
-Invariants: without `$NOTIFY_SOCKET` nothing happens; telling never waits and never raises, for a
-service must not fail because its manager does not listen; `MAINPID` is never sent, and the children
-of `kvlake run` do not get the variables, so that nobody speaks for another process.
+Invariants: without `$NOTIFY_SOCKET` nothing is sent; sending never waits and never raises;
+`MAINPID` is never sent, and the children of `kvlake run` do not get the variables, so that no
+process speaks for another one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STATUS_CHARACTERS_MAX: Final = 512
 
 
 class Notifier:
-    """One process' line to its service manager."""
+    """Notifies the service manager that the environment names, if any."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         given = os.environ if environment is None else environment
@@ -32,7 +32,7 @@ class Notifier:
         self._address = f"\0{path[1:]}" if path.startswith("@") else path
         self.listening = path.startswith(("@", "/"))
         self.watchdog_seconds = _watchdog_seconds(given) if self.listening else None
-        """Within this time the manager wants to hear `alive`, or it ends the process. Or None."""
+        """systemd ends the process if it gets no `alive` for so long. None without a watchdog."""
 
     def ready(self, status: str) -> None:
         """The service can be used."""
@@ -43,15 +43,15 @@ class Notifier:
         self._send(f"STATUS={_line(status)}")
 
     def stopping(self, status: str) -> None:
-        """The service is ending."""
+        """The service is stopping."""
         self._send("STOPPING=1", f"STATUS={_line(status)}")
 
     def extend(self, seconds: float) -> None:
-        """Starting or stopping takes longer: ask for this much from now on."""
+        """Starting or stopping takes longer: extend the timeout to this much from now on."""
         self._send(f"EXTEND_TIMEOUT_USEC={int(seconds * 1e6)}")
 
     def alive(self) -> None:
-        """Feed the manager's watchdog."""
+        """Feed the watchdog."""
         if self.watchdog_seconds is not None:
             self._send("WATCHDOG=1")
 

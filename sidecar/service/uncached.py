@@ -1,11 +1,11 @@
-"""Engines of this node that run without the cache, for whoever looks at the sidecar.
+"""Engines of this node that serve without the cache, for the status and the metrics.
 
 Owns the list: engines that declined by themselves (`Declined`), and clients whose attach was
 refused. Does not own the sockets, or when a client is refused (`handshake.py`).
 
 Invariants: an engine is listed once, however many of its processes are concerned. One that declined
-stays while a connection of it is open. One that was refused stays while it tries again, and until
-it attaches. Both are bounded in number.
+stays while a connection of it is open. One that was refused stays while it retries, until it
+attaches. Both lists are bounded.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 REFUSED: Final = "refused"
 OTHER: Final = "other"
 REASONS: Final = (*DECLINE_REASONS, REFUSED, OTHER)
-"""Every reason. `refused`: the sidecar refused its attach. `other`: a later release's word."""
+"""All reasons. `refused`: the sidecar refused its attach. `other`: a later release's reason."""
 REFUSED_SECONDS: Final = 10.0
-"""A client that was refused tries again several times a second, or after an answer that it waited
-five seconds for: one that has not come back by then is gone."""
+"""A refused client retries several times a second, or after waiting five seconds for an answer: one
+that has not retried within this time is gone."""
 REFUSED_MAX: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class UncachedEngine:
-    """An engine that runs without the cache. `message` is for an operator."""
+    """An engine that serves without the cache. `message` is for an operator."""
 
     engine_id: str
-    """Empty where it was refused before it could say."""
+    """Empty where the engine was refused before it named itself."""
     pid: int
     uid: int
     reason: str
@@ -49,24 +49,20 @@ class UncachedEngine:
 
     @property
     def name(self) -> str:
-        """Which engine it is, in words."""
+        """The engine in words."""
         return f"engine {self.engine_id or '?'} (pid {self.pid}, uid {self.uid})"
 
 
 class UncachedEngines:
-    """The engines without the cache, as of now.
-
-    Args:
-        declined_max: connections of engines that declined.
-    """
+    """The current engines without the cache; `declined_max` connections of those that declined."""
 
     def __init__(self, declined_max: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._declined_max = declined_max
         self._clock = clock
         self._next_id = 1
         self._declined: dict[int, UncachedEngine] = {}
-        self._refused: dict[tuple[object, ...], _Refusal] = {}
-        """The one that was refused last comes last."""
+        self._refused: dict[tuple[object, ...], tuple[UncachedEngine, float]] = {}
+        """With the time of the last refusal, which is also their order."""
 
     def check(self) -> None:
         """Raise `AttachRefused` where there is no room for another engine that declines."""
@@ -79,7 +75,7 @@ class UncachedEngines:
 
     @contextlib.contextmanager
     def declining(self, message: Declined, peer: Peer) -> Generator[None]:
-        """List an engine for as long as this lasts."""
+        """List an engine inside the `with` block."""
         number, self._next_id = self._next_id, self._next_id + 1
         self._declined[number] = UncachedEngine(
             message.engine_id,
@@ -97,37 +93,35 @@ class UncachedEngines:
     def refused(
         self, peer: Peer, first: FirstMessage | None, error: AttachRefused | ProtocolError
     ) -> None:
-        """List a client for a while; `first` is what it sent, as far as that was understood."""
+        """List a client for `REFUSED_SECONDS`; `first` is its message, if that was decoded."""
         if error.code == "draining" or isinstance(first, Declined):
             return
-        key = _key(peer, first, error.code)
+        self._expire()
         now = self._clock()
-        since = now
-        if (before := self._refused.pop(key, None)) is not None and not before.over(now):
-            since = before.engine.since
+        key = _key(peer, first, error.code)
+        before = self._refused.pop(key, None)
         engine = UncachedEngine(
             "" if first is None else first.engine_id,
             peer.pid,
             peer.uid,
             REFUSED,
             f"its attach is refused ({error.code}): {error}",
-            since,
+            now if before is None else before[0].since,
         )
-        self._refused[key] = _Refusal(engine, now)
+        self._refused[key] = (engine, now)
         while len(self._refused) > REFUSED_MAX:
             del self._refused[next(iter(self._refused))]
 
     def attached(self, attach: Attach) -> None:
-        """A client that may have been refused before is served."""
+        """Remove a client that may have been refused before."""
         self._refused.pop(_session_key(attach), None)
 
     def all(self) -> list[UncachedEngine]:
-        """Every engine without the cache, the first first."""
-        now = self._clock()
-        self._refused = {key: one for key, one in self._refused.items() if not one.over(now)}
-        refused = (one.engine for one in self._refused.values())
+        """All engines without the cache, the longest listed first."""
+        self._expire()
+        listed = [*self._declined.values(), *(engine for engine, _ in self._refused.values())]
         found: dict[object, UncachedEngine] = {}
-        for one in sorted((*self._declined.values(), *refused), key=lambda one: one.since):
+        for one in sorted(listed, key=lambda one: one.since):
             found.setdefault(one.engine_id or (one.uid, one.pid), one)
         return list(found.values())
 
@@ -136,21 +130,15 @@ class UncachedEngines:
         counts = Counter(one.reason for one in self.all())
         return {reason: counts[reason] for reason in REASONS}
 
-
-@dataclass(frozen=True, slots=True)
-class _Refusal:
-    engine: UncachedEngine
-    at: float
-    """When its attach was refused last."""
-
-    def over(self, now: float) -> bool:
-        return now - self.at > REFUSED_SECONDS
+    def _expire(self) -> None:
+        since = self._clock() - REFUSED_SECONDS
+        self._refused = {key: (one, at) for key, (one, at) in self._refused.items() if at >= since}
 
 
 def _key(peer: Peer, first: Attach | None, code: str) -> tuple[object, ...]:
     if first is not None:
         return _session_key(first)
-    # Nothing that a user who is not served sends is read: all of one user's clients are one.
+    # A user who is not served is refused unread: all clients of one such user count as one.
     return ("uid", peer.uid) if code == "user" else ("pid", peer.uid, peer.pid)
 
 

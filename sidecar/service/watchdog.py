@@ -1,16 +1,15 @@
-"""The watchdog: can engines attach and be served now, and does the service manager know it.
+"""The watchdog: whether engines can attach and be served now, and reporting it to systemd.
 
-Owns the phase of the sidecar's life, the measure of the event loop's lag, and the verdict that
-`/readyz`, the metrics and systemd see. What can be wrong is found by checks that are added to it;
-does not own those, nor HTTP.
+Owns the phase of the sidecar, the measurement of the event loop's lag, and the verdict that
+`/readyz`, the metrics and systemd show. Does not own the checks that find problems, nor HTTP.
 
 Invariants:
 
-* Ready means: in phase SERVING, and no check found anything that keeps engines from attaching or
-  from being served. What only makes the cache worse (the store is away, the pool's file is gone) is
-  a problem too, but not one that makes it unready.
-* The service manager's watchdog is fed from the loop, and only while that is so or the sidecar is
-  starting or draining: a loop that stands still, or copies that hang, end in a restart.
+* Ready means: in phase SERVING, and no check found a serious problem, one that keeps engines from
+  attaching or from being served. What only makes the cache worse (the store is away, the pool's
+  file is gone) is a problem that does not make the sidecar unready.
+* systemd's watchdog is fed from the loop, and only while the sidecar is ready, starting or
+  draining: a loop or copies that hang end in a restart.
 * A beat is a timer of the loop and no task: it measures the loop from before the first task is
   started until after the last has ended.
 """
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 BEAT_SECONDS: Final = 0.5
 LAG_SECONDS_MAX: Final = 1.0
-"""An engine's lookup waits half a second by default: a loop this late serves nobody in time."""
+"""An engine's lookup waits half a second by default: a loop this late answers none in time."""
 EXTEND_SECONDS: Final = 30.0
 EXTEND_EVERY_SECONDS: Final = 5.0
 
@@ -40,13 +39,13 @@ PROBLEMS: Final = (
     "starting", "draining", "loop", "runtime_directory", "socket", "copies", "pool", "ranks",
     "uncached", "store",
 )  # fmt: skip
-"""Every code of a problem, for whoever watches them by name."""
+"""All codes of problems."""
 
 _logger = logging.getLogger("kvlake.server")
 
 
 class Phase(enum.StrEnum):
-    """Where the sidecar is in its life."""
+    """The phases of the sidecar, in order."""
 
     STARTING = "starting"
     SERVING = "serving"
@@ -64,14 +63,14 @@ class Problem:
 
 
 class Watchdog:
-    """Looks after the sidecar twice a second, from its making on."""
+    """Checks the sidecar twice a second, from its creation on."""
 
     def __init__(self, notifier: Notifier) -> None:
         self._notifier = notifier
         self.broke: Callable[[BaseException], None] | None = None
-        """Told of an error of its own, which is a bug."""
+        """Receives an error of its own, which is a bug."""
         self._checks: list[Callable[[], Iterable[Problem]]] = []
-        self._cures: list[Callable[[], None]] = []
+        self._repairs: list[Callable[[], None]] = []
         self._calls: list[Callable[[], None]] = []
         self._phase = Phase.STARTING
         self._loop = asyncio.get_running_loop()
@@ -81,46 +80,45 @@ class Watchdog:
         self._due = self._loop.time()
         self._extended = float("-inf")
         self._status = ""
-        """The last one that the service manager was sent."""
+        """The last status sent to systemd."""
         self._logged: frozenset[str] = frozenset()
-        """Codes of the problems that the last line in the log names."""
+        """Codes of the problems in the last log line."""
         self.lag_seconds = 0.0
         """How late the last beat was."""
         self.lag_seconds_max = 0.0
-        """The latest that any beat was."""
         self._timer: asyncio.Handle = self._loop.call_soon(self._beat)
 
     @property
     def phase(self) -> Phase:
-        """The phase of now."""
+        """The current phase."""
         return self._phase
 
     def enter(self, phase: Phase) -> None:
-        """Go on to a phase, and tell the service manager."""
+        """Go on to a phase, and notify systemd."""
         self._phase = phase
         if phase is Phase.SERVING:
             problems = self.problems()
-            self._status = self._summary(problems)
-            self._logged = self._codes(problems)
+            self._status = _summary(problems)
+            self._logged = _codes(problems)
             self._notifier.ready(self._status)
         elif phase is Phase.DRAINING:
             self._notifier.stopping("draining")
             self._extend()
 
     def add(self, check: Callable[[], Iterable[Problem]]) -> None:
-        """Ask `check` what is wrong, now and then and whenever somebody wants to know."""
+        """Call `check` with each beat and for each answer about readiness."""
         self._checks.append(check)
 
-    def mend(self, cure: Callable[[], None]) -> None:
-        """Call `cure` with each beat of the serving phase: it puts right what it can."""
-        self._cures.append(cure)
+    def repair(self, repair: Callable[[], None]) -> None:
+        """Call `repair` with each beat of the serving phase."""
+        self._repairs.append(repair)
 
     def each_beat(self, call: Callable[[], None]) -> None:
-        """Call this with each beat, whatever the phase."""
+        """Call this with each beat, in every phase."""
         self._calls.append(call)
 
     def problems(self) -> list[Problem]:
-        """Everything that is wrong now, the serious first."""
+        """Everything that is wrong now, serious problems first."""
         found = [problem for check in self._checks for problem in check()]
         if self._phase is Phase.STARTING:
             found.append(Problem("starting", "the host memory is being made ready"))
@@ -135,22 +133,22 @@ class Watchdog:
     def readiness(self, *, reasons: bool = True) -> tuple[bool, dict[str, object]]:
         """Whether engines can attach and be served now, and the document that says so.
 
-        Without `reasons` it names what is wrong by code only.
+        Without `reasons` the document has the codes of problems only.
         """
         problems = self.problems()
         ready = not any(problem.serious for problem in problems)
         state = self._phase.value
         if self._phase is Phase.SERVING:
             state = "unready" if not ready else "degraded" if problems else "ok"
-        told = [
+        listed = [
             {"code": problem.code, "serious": problem.serious}
             | ({"reason": problem.reason} if reasons else {})
             for problem in problems
         ]
-        return ready, {"state": state, "ready": ready, "problems": told}
+        return ready, {"state": state, "ready": ready, "problems": listed}
 
     def stop(self) -> None:
-        """No further beat."""
+        """End the beats."""
         self._timer.cancel()
 
     def _beat(self) -> None:
@@ -161,11 +159,11 @@ class Watchdog:
             for call in self._calls:
                 call()
             if self._phase is Phase.SERVING:
-                for cure in self._cures:
-                    cure()
+                for repair in self._repairs:
+                    repair()
             self._report(now)
         except BaseException as error:
-            # The loop would only log it, and nobody would look after the sidecar any more.
+            # The loop would only log it, and no beat would follow.
             if self.broke is None:
                 raise
             self.broke(error)
@@ -180,28 +178,27 @@ class Watchdog:
             if now - self._extended >= EXTEND_EVERY_SECONDS:
                 self._extend()
             return
-        if not any(problem.serious for problem in problems):
+        serious = any(problem.serious for problem in problems)
+        if not serious:
             self._notifier.alive()
-        summary = self._summary(problems)
+        summary = _summary(problems)
         if summary != self._status:
             self._status = summary
             self._notifier.status(summary)
-        # Not by their reasons: each request to a store that is down fails with words of its own.
-        if (codes := self._codes(problems)) == self._logged:
-            return
-        self._logged = codes
-        serious = [problem for problem in problems if problem.serious]
-        level = logging.ERROR if serious else logging.INFO
-        _logger.log(level, "not ready" if serious else "ready", extra=fields(why=summary))
+        # Compared by code: the reasons of a store that is down differ with each request.
+        if (codes := _codes(problems)) != self._logged:
+            self._logged = codes
+            level = logging.ERROR if serious else logging.INFO
+            _logger.log(level, "not ready" if serious else "ready", extra=fields(why=summary))
 
     def _extend(self) -> None:
         self._extended = self._loop.time()
         self._notifier.extend(EXTEND_SECONDS)
 
-    @staticmethod
-    def _codes(problems: list[Problem]) -> frozenset[str]:
-        return frozenset(problem.code for problem in problems)
 
-    @staticmethod
-    def _summary(problems: list[Problem]) -> str:
-        return "; ".join(problem.reason for problem in problems) or "serving"
+def _codes(problems: list[Problem]) -> frozenset[str]:
+    return frozenset(problem.code for problem in problems)
+
+
+def _summary(problems: list[Problem]) -> str:
+    return "; ".join(problem.reason for problem in problems) or "serving"

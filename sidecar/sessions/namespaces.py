@@ -28,6 +28,7 @@ import msgspec
 
 from sidecar.core.directory import FOREIGN_MAX
 from sidecar.errors import AttachRefused
+from sidecar.protocol import tiers_owner
 from tiers.catalog.namespace_info import NAMESPACE_DEPTH_MAX, deeper_than
 from tiers.errors import LayoutError
 from tiers.kv.arrow_file import PAGE_BYTES, find_descriptor
@@ -127,6 +128,11 @@ class RealmLayout:
     """A counter's value when a client of this realm last attached or left."""
     forgotten: bool = False
     """Whether it was removed. Tasks that hold it across a wait must look here."""
+    owner: str = field(init=False)
+    """The owner of its chunks in KV events."""
+
+    def __post_init__(self) -> None:
+        self.owner = tiers_owner(self.namespace_digest, self.topology)
 
     @property
     def indexed_in(self) -> RealmLayout:

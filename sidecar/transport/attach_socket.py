@@ -1,14 +1,14 @@
-"""The Unix socket side: attach connections, descriptors, end of file.
+"""The attach socket: connections, their descriptors, their end of file.
 
 Owns one `Connection` per client with its stream framing, received descriptors (SCM_RIGHTS) and the
-peer's name (SO_PEERCRED). Does not own the directory that the socket lies in
-(`service/runtime_dir.py`), sessions, or what an `Attach` means.
+peer's credentials (SO_PEERCRED). Does not own the socket's directory (`service/runtime_dir.py`),
+sessions, or the content of an `Attach`.
 
 Invariants:
 
-* A received descriptor is close-on-exec and is either handed to the caller or closed here, also
-  on every error path; no client can make the sidecar keep one.
-* A connection reads at most one `Attach` and then nothing: end of file is the sign of death.
+* A received descriptor is close-on-exec and is handed to the caller or closed here, also on every
+  error path; no client can make the sidecar keep one.
+* A connection reads one `Attach` and then nothing: end of file means that the peer is gone.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 ATTACH_BYTES_MAX: Final = 1024 * 1024
 BACKLOG_CONNECTIONS_MAX: Final = 128
 QUEUED_MAX: Final = 4096
-"""Connections that the kernel keeps until they are accepted; others are refused at once. As many as
-it allows by default: whoever may pass the directory can connect, and fill it."""
-# Room for more descriptors than are allowed, so that extras arrive, are seen, and are closed.
+"""Connections that the kernel queues; others are refused at once. Its default limit: every user who
+may pass the directory can connect, and fill the queue."""
+# More than are allowed, so that extra descriptors arrive and can be refused.
 _FDS_RECEIVED_MAX: Final = 32
 _CREDENTIALS = struct.Struct("iII")
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who is at the other end, as the kernel says (SO_PEERCRED)."""
+    """The process at the other end, from the kernel (SO_PEERCRED)."""
 
     pid: int
     uid: int
@@ -49,13 +49,13 @@ class Peer:
 
 
 def peer_of(sock: socket.socket) -> Peer:
-    """Who is at the other end of a Unix connection."""
+    """The process at the other end of a Unix connection."""
     packed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return Peer(*_CREDENTIALS.unpack(packed))
 
 
 def listen(path: Path, mode: int) -> socket.socket:
-    """A non-blocking listening socket at `path`. Raises `StartError` where none can be made."""
+    """A non-blocking listening socket at `path`. Raises `StartError`."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.setblocking(False)
@@ -81,7 +81,7 @@ def _attach_length(header: bytes) -> int:
 
 
 def close_fds(fds: list[int]) -> None:
-    """Close descriptors that nobody took over."""
+    """Close descriptors, and empty the list."""
     while fds:
         os.close(fds.pop())
 
@@ -92,15 +92,13 @@ class Connection:
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self._sock = sock
-        # What goes out while nobody listens is a message or two; one that does not fit ends the
-        # session instead of waiting (see `try_send`).
         self.peer = peer_of(sock)
 
     async def receive_attach(self) -> tuple[bytes, list[int]]:
-        """The first frame and the descriptors that came with it; the caller owns those.
+        """The first frame and its descriptors; the caller owns those.
 
         Raises `AttachRefused` for too many descriptors, `ProtocolError` for a frame over the
-        limit, `EOFError` if the peer went away first.
+        limit, `EOFError` if the peer is gone.
         """
         fds: list[int] = []
         try:
@@ -138,36 +136,23 @@ class Connection:
                 received.frombytes(payload[: len(payload) // item_bytes * item_bytes])
                 fds.extend(received)
         if flags & socket.MSG_CTRUNC:
-            # The kernel closed what did not fit; what did is in `fds` and the caller closes it.
+            # The kernel closed the rest; the caller closes what is in `fds`.
             raise AttachRefused(
                 "descriptors", "descriptors were lost on the way (too many, or none left here)"
             )
         return data
 
-    async def send(self, payload: bytes, fds: tuple[int, ...] = ()) -> None:
-        """Send one frame with descriptors; waits while the socket is full."""
-        frame = memoryview(frame_stream(payload))
-        sent = 0
-        while sent < len(frame):
-            try:
-                sent += self._send_once(frame[sent:], fds if sent == 0 else ())
-            except BlockingIOError:
-                await anyio.wait_writable(self._sock)
-
     def try_send(self, payload: bytes, fds: tuple[int, ...] = ()) -> bool:
-        """Send one frame now. False if it did not go out whole: the stream is then useless."""
-        frame = memoryview(frame_stream(payload))
+        """Send one frame now. False if it was not sent whole: the stream is then unusable."""
+        frame = frame_stream(payload)
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
-            return self._send_once(frame, fds) == len(frame)
+            return self._sock.sendmsg([frame], rights, socket.MSG_NOSIGNAL) == len(frame)
         except OSError:
             return False
 
-    def _send_once(self, data: memoryview, fds: tuple[int, ...]) -> int:
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        return self._sock.sendmsg([data], rights, socket.MSG_NOSIGNAL)
-
     async def wait_end(self) -> str:
-        """Wait until the peer closes, dies or says something; returns which, in words."""
+        """Wait until the peer closes, dies or sends something; returns which, in words."""
         while True:
             await anyio.wait_readable(self._sock)
             ended = self._ended()
@@ -175,7 +160,7 @@ class Connection:
                 return ended
 
     def at_end(self) -> bool:
-        """Whether the peer is already known to be gone, without waiting."""
+        """Whether the peer is gone, without waiting."""
         return self._ended() is not None
 
     def _ended(self) -> str | None:
@@ -191,10 +176,10 @@ class Connection:
         return "unexpected bytes after Attach" if data else "end of file"
 
     def hang_up(self) -> None:
-        """End the conversation: the peer reads end of file, and so does `wait_end`."""
+        """Shut the connection down: the peer reads end of file, and so does `wait_end`."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the socket. Nobody may be waiting on it."""
+        """Close the socket. No task may be waiting for it."""
         self._sock.close()

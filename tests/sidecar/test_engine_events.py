@@ -20,7 +20,7 @@ import zmq
 from sidecar.core.directory import Directory
 from sidecar.events import records as kvevents
 from sidecar.events.engine_mirror import EngineBlocks, event_of_block
-from sidecar.events.publisher import EVENTS_PER_BATCH_MAX, EventStream, Told
+from sidecar.events.publisher import EVENTS_PER_BATCH_MAX, EventStream, PublishedBatch
 from sidecar.events.records import name_of
 from sidecar.protocol import HITS_OWNER, Outcome, Role
 from sidecar.sessions.namespaces import Realms
@@ -375,7 +375,7 @@ def test_a_realm_that_is_forgotten_while_a_late_subscriber_is_told_of_it_ends_th
     for number in range(6):
         directory.set_stored(held, bytes([number]) * 32, 1, 1)
     held.segment_sources.register(0, layout_of().segment)
-    told: list[Told] = []
+    told: list[PublishedBatch] = []
     stream = EventStream(
         cast("Any", SimpleNamespace(publish=told.append)),
         realms,

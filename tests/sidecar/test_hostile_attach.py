@@ -157,7 +157,7 @@ def test_a_bug_in_a_check_is_one_clients_end(
     places.patch(monkeypatch, "check_shape", fails)
     assert refused(lambda: Scheduler(sidecar.path)).code == "internal"
     monkeypatch.undo()
-    places.patch(monkeypatch, "RealmLayout.learn", fails)
+    places.patch(monkeypatch, "RealmLayout.register", fails)
     error = refused(lambda: Worker(sidecar.path, topology="other"))
     assert (error.code, type(raised).__name__ in error.message) == ("internal", True), error
     monkeypatch.undo()

@@ -17,7 +17,7 @@ from sidecar.logs import (
     RateLimit,
     TextFormatter,
     fields,
-    story_of,
+    traceback_end,
 )
 
 
@@ -60,7 +60,7 @@ def test_records_keep_no_frames() -> None:
         try:
             int("told")
         except ValueError as error:
-            kept = record("failed", error=error, traceback=story_of(error))
+            kept = record("failed", error=error, traceback=traceback_end(error))
         return weakref.ref(held), kept
 
     held, kept = fail()

@@ -62,7 +62,7 @@ def test_a_sidecar_that_stops_leaves_the_sockets_of_another(
     short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The first might have its directory again before the other takes it.
-    monkeypatch.setattr(SelfChecks, "mend", lambda _: None)
+    monkeypatch.setattr(SelfChecks, "repair", lambda _: None)
     first = RunningSidecar(config_in(short_directory))
     first.path.parent.rename(short_directory / "moved")
     config = with_events(short_directory, host={"directory": short_directory})

@@ -139,7 +139,7 @@ def test_a_removed_socket_is_made_again(sidecar: RunningSidecar, name: str) -> N
 def test_a_socket_that_cannot_be_made_again_is_unready(
     short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places.patch(monkeypatch, "SelfChecks.mend", lambda _: None)
+    places.patch(monkeypatch, "SelfChecks.repair", lambda _: None)
     with RunningSidecar(config_in(short_directory)) as sidecar:
         sidecar.path.unlink()
         status, document = readyz(sidecar.info.http_url)
@@ -286,7 +286,7 @@ async def test_a_store_that_stays_down_has_one_line_however_it_fails(
     watchdog.enter(Phase.SERVING)
     watchdog.add(check)
     send, beat = anyio.create_memory_object_stream[None](math.inf)
-    watchdog.mend(lambda: send.send_nowait(None))
+    watchdog.repair(lambda: send.send_nowait(None))
 
     async def beats(count: int) -> None:
         for _ in range(count):
