@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 from sidecar.core.directory import SegmentState
 
 if TYPE_CHECKING:
-    from sidecar.core.directory import Chunk
+    from sidecar.core.directory import Chunk, HostSegment
     from sidecar.core.engine import Engine
+    from sidecar.core.pins import Pins
+    from sidecar.core.reads import ReadQueue
 
 
 def _check_shares(engine: Engine) -> None:
@@ -33,10 +35,29 @@ def _check_shares(engine: Engine) -> None:
     for kept in engine.request_pins:
         held["memory_bytes"][kept.session_id] += kept.cost
         held["kept_bytes"][kept.session_id] += kept.size_bytes
-    held["pinned_bytes"].update(engine.pins.held_bytes())
+    for session_id, pinned in engine.pins.by_session.items():
+        held["pinned_bytes"][session_id] = sum(one.size_bytes for one in pinned.values())
     for name, share in engine.shares.shares.items():
         assert dict(share.by_session) == dict(+held[name]), f"{name} is miscounted"
         assert share.used == sum(share.by_session.values()) <= share.limit, name
+
+
+def pin_counts(pins: Pins) -> Counter[Chunk]:
+    """The number of pins of each pinned chunk."""
+    counts: Counter[Chunk] = Counter()
+    for own in pins.by_session.values():
+        counts.update({chunk: pinned.count for chunk, pinned in own.items()})
+    return counts
+
+
+def check_queue(queue: ReadQueue) -> None:
+    """Verify that a queue of reads lists each one by session and by segment."""
+    sessions_of: dict[HostSegment, set[int]] = {}
+    for session_id, queued in queue.by_session.items():
+        assert queued, f"session {session_id} has an empty queue"
+        for segment in queued:
+            sessions_of.setdefault(segment, set()).add(session_id)
+    assert sessions_of == queue.sessions_of, "a queued read is miscounted"
 
 
 def check(engine: Engine) -> None:
@@ -69,9 +90,10 @@ def check(engine: Engine) -> None:
         pins.update(owner.chunks)
     kept = Counter(one.chunk for one in engine.request_pins)
     pins.update(kept)
-    assert pins == engine.pins.counts(), "a pin of no lease and no lookup, or one that is lost"
-    engine.reads.queue.check()
-    engine.lookups.check()
+    assert pins == pin_counts(engine.pins), "a pin of no lease and no lookup, or one that is lost"
+    check_queue(engine.reads.queue)
+    for segment in engine.reads.queue:
+        assert segment.chunk in engine.lookups.waiters, "a read is queued that nobody waits for"
     for chunk in {*chunks, *pins}:
         assert chunk.pins == pins[chunk], "a pin without an owner, or an owner without a pin"
         assert chunk.request_pins == kept[chunk], "kept for nobody, or not at all"

@@ -197,6 +197,10 @@ class SegmentSources:
             return own
         return sum(1 << rank for rank, found in enumerate(self._answer(mask)) if found)
 
+    def covers(self, mask: int) -> bool:
+        """Whether `mask` provides the segments of all ranks."""
+        return bool(mask) and self.obtainable(mask) == self._full
+
     def sources(self, mask: int, rank: int) -> tuple[int, ...]:
         """Bits of the segments to read for a rank: its own, or others; empty: not possible."""
         return (rank,) if mask >> rank & 1 else self._answer(mask)[rank]
@@ -258,26 +262,22 @@ class Realm:
 
     def in_store(self, key: bytes) -> bool:
         """Whether the segments of all ranks can be read from the store."""
-        return self.readable and self.obtainable(key) == self.full_mask
+        return self.readable and self.segment_sources.covers(self.stored.mask(key))
 
     def obtainable(self, key: bytes) -> int:
         """Ranks whose segment can be read or made from the store, as bits."""
-        mask = self.stored.mask(key)
-        return self.segment_sources.obtainable(mask) if mask else 0
+        return self.segment_sources.obtainable(self.stored.mask(key))
 
     def stored_names(self) -> Iterator[bytes]:
         """First halves of the keys of all chunks that can be read from the store, in no order."""
         for name, mask in self.stored.names():
-            if self.readable and self.segment_sources.obtainable(mask) == self.full_mask:
+            if self.readable and self.segment_sources.covers(mask):
                 yield name
 
     def readable_in(self, masks: Masks) -> Flags:
         """Which of these masks provide the segments of all ranks; shape [n]."""
         values, places = distinct(masks)
-        complete = [
-            bool(mask) and self.segment_sources.obtainable(mask) == self.full_mask
-            for mask in values
-        ]
+        complete = [self.segment_sources.covers(mask) for mask in values]
         return np.array(complete, dtype=np.bool_)[places] & self.readable
 
 

@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from sidecar.core.directory import Realm
     from sidecar.protocol import LoadChunk, StoreChunk
 
@@ -47,23 +45,18 @@ BLOCK_BYTES: Final = 48
 class Share:
     """One bounded quantity, divided between sessions. `reason` names it in refusals."""
 
-    __slots__ = ("_alpha", "_by_session", "limit", "reason", "used")
+    __slots__ = ("_alpha", "by_session", "limit", "reason", "used")
 
     def __init__(self, reason: str, limit: int, alpha: int = 1) -> None:
         self.reason = reason
         self.limit = limit
         self._alpha = alpha
         self.used = 0
-        self._by_session: dict[int, int] = {}
+        self.by_session: dict[int, int] = {}
 
     def of(self, session_id: int) -> int:
         """What a session holds."""
-        return self._by_session.get(session_id, 0)
-
-    @property
-    def by_session(self) -> Mapping[int, int]:
-        """What each session holds that holds anything."""
-        return self._by_session
+        return self.by_session.get(session_id, 0)
 
     def fits(self, session_id: int, amount: int) -> bool:
         """Whether a session may have this much more."""
@@ -73,16 +66,16 @@ class Share:
     def take(self, session_id: int, amount: int) -> None:
         """Take an amount that fits."""
         self.used += amount
-        self._by_session[session_id] = self.of(session_id) + amount
+        self.by_session[session_id] = self.of(session_id) + amount
 
     def give(self, session_id: int, amount: int) -> None:
         """Give an amount back."""
         self.used -= amount
-        left = self._by_session[session_id] - amount
+        left = self.by_session[session_id] - amount
         if left:
-            self._by_session[session_id] = left
+            self.by_session[session_id] = left
         else:
-            del self._by_session[session_id]
+            del self.by_session[session_id]
 
 
 @dataclass(frozen=True, slots=True)

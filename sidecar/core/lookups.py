@@ -107,7 +107,7 @@ class Lookups:
         self._now = 0.0
         """Of the last event."""
         self._by_session: dict[int, dict[int, OpenLookup]] = {}
-        self._waiters: dict[Chunk, dict[OpenLookup, None]] = {}
+        self.waiters: dict[Chunk, dict[OpenLookup, None]] = {}
         self._draining = False
 
     def __iter__(self) -> Iterator[OpenLookup]:
@@ -171,7 +171,7 @@ class Lookups:
             self._host.touch(chunk)
             if not chunk.loadable:
                 lookup.waits.add(chunk)
-                self._waiters.setdefault(chunk, {})[lookup] = None
+                self.waiters.setdefault(chunk, {})[lookup] = None
         # Copied: a chunk that turns out to be unreadable cuts the run.
         for chunk in list(lookup.chunks):
             if not chunk.loadable and not lookup.answered:
@@ -253,14 +253,14 @@ class Lookups:
     def chunk_loaded(self, chunk: Chunk) -> None:
         """Every rank's segment is in the host tier."""
         self._reads.cancel(chunk)
-        for lookup in self._waiters.pop(chunk, ()):
+        for lookup in self.waiters.pop(chunk, ()):
             lookup.waits.discard(chunk)
             lookup.leading = _leading(lookup.chunks, lookup.leading)
             self._answer_if_done(lookup)
 
     def store_failed(self, chunk: Chunk) -> None:
         """A gather failed that lookups may wait for: read the chunk instead."""
-        waiters = self._waiters.get(chunk)
+        waiters = self.waiters.get(chunk)
         if waiters is not None:
             self._enqueue(chunk, [lookup.session_id for lookup in waiters])
 
@@ -271,7 +271,7 @@ class Lookups:
     def chunk_failed(self, chunk: Chunk, outcome: Outcome) -> None:
         """A chunk cannot be loaded: cut the runs before it."""
         self._reads.cancel(chunk)
-        for lookup in self._waiters.pop(chunk, ()):
+        for lookup in self.waiters.pop(chunk, ()):
             lookup.waits.discard(chunk)
             lookup.outcome = outcome
             self._cut(lookup, lookup.chunks.index(chunk))
@@ -284,10 +284,10 @@ class Lookups:
         for chunk in cut:
             if chunk in lookup.waits:
                 lookup.waits.discard(chunk)
-                waiters = self._waiters[chunk]
+                waiters = self.waiters[chunk]
                 del waiters[lookup]
                 if not waiters:
-                    del self._waiters[chunk]
+                    del self.waiters[chunk]
                     self._reads.cancel(chunk)
         self._pins.unpin(lookup.session_id, cut)
 
@@ -380,11 +380,6 @@ class Lookups:
         for lookup in list(self):
             if not lookup.answered:
                 self._answer(lookup, Outcome.MISSING)
-
-    def check(self) -> None:
-        """Verify that lookups wait for all queued reads; raises AssertionError."""
-        for segment in self._reads.queue:
-            assert segment.chunk in self._waiters, "a read is queued that nobody waits for"
 
 
 def _leading(chunks: list[Chunk], known: int) -> int:

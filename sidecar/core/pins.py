@@ -10,7 +10,6 @@ Invariant: `chunk.pins` is the number of pins that are listed here.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +21,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class _Pinned:
+class PinnedChunk:
+    """One session's pins of one chunk."""
+
     size_bytes: int
     """When it was pinned first: more ranks may become known later."""
     count: int = 0
@@ -34,11 +35,11 @@ class Pins:
     def __init__(self, directory: Directory, share: Share) -> None:
         self._directory = directory
         self._share = share
-        self._by_session: dict[int, dict[Chunk, _Pinned]] = {}
+        self.by_session: dict[int, dict[Chunk, PinnedChunk]] = {}
 
     def fitting(self, session_id: int, chunks: Sequence[Chunk]) -> int:
         """How many of `chunks`, from the first on, a session may pin."""
-        own = self._by_session.get(session_id, {})
+        own = self.by_session.get(session_id, {})
         wanted_bytes = 0
         for number, chunk in enumerate(chunks):
             if chunk not in own:
@@ -51,11 +52,11 @@ class Pins:
         """Pin chunks that fit."""
         if not chunks:
             return
-        own = self._by_session.setdefault(session_id, {})
+        own = self.by_session.setdefault(session_id, {})
         for chunk in chunks:
             pinned = own.get(chunk)
             if pinned is None:
-                pinned = own[chunk] = _Pinned(chunk.realm.chunk_bytes)
+                pinned = own[chunk] = PinnedChunk(chunk.realm.chunk_bytes)
                 self._share.take(session_id, pinned.size_bytes)
             pinned.count += 1
             chunk.pins += 1
@@ -63,27 +64,12 @@ class Pins:
     def unpin(self, session_id: int, chunks: Iterable[Chunk]) -> None:
         """Remove one pin of each chunk."""
         for chunk in chunks:
-            own = self._by_session[session_id]
+            own = self.by_session[session_id]
             pinned = own[chunk]
             pinned.count -= 1
             if not pinned.count:
                 del own[chunk]
                 self._share.give(session_id, pinned.size_bytes)
                 if not own:
-                    del self._by_session[session_id]
+                    del self.by_session[session_id]
             self._directory.unpin(chunk)
-
-    def held_bytes(self) -> dict[int, int]:
-        """Memory that each session pins."""
-        return {
-            session_id: sum(pinned.size_bytes for pinned in own.values())
-            for session_id, own in self._by_session.items()
-        }
-
-    def counts(self) -> Counter[Chunk]:
-        """The number of pins of each pinned chunk."""
-        counts: Counter[Chunk] = Counter()
-        for own in self._by_session.values():
-            for chunk, pinned in own.items():
-                counts[chunk] += pinned.count
-        return counts

@@ -43,65 +43,56 @@ class ReadQueue:
     """
 
     def __init__(self) -> None:
-        self._by_session: dict[int, dict[HostSegment, None]] = {}
+        self.by_session: dict[int, dict[HostSegment, None]] = {}
         """In the order of turns."""
-        self._sessions_of: dict[HostSegment, set[int]] = {}
+        self.sessions_of: dict[HostSegment, set[int]] = {}
 
     def __len__(self) -> int:
-        return len(self._sessions_of)
+        return len(self.sessions_of)
 
     def __iter__(self) -> Iterator[HostSegment]:
-        return iter(self._sessions_of)
+        return iter(self.sessions_of)
 
     def add(self, session_id: int, segment: HostSegment) -> None:
         """Queue a read for a session, once."""
-        self._by_session.setdefault(session_id, {})[segment] = None
-        self._sessions_of.setdefault(segment, set()).add(session_id)
+        self.by_session.setdefault(session_id, {})[segment] = None
+        self.sessions_of.setdefault(segment, set()).add(session_id)
 
     def discard(self, segment: HostSegment) -> None:
         """Remove a read."""
-        for session_id in self._sessions_of.pop(segment, ()):
-            own = self._by_session[session_id]
+        for session_id in self.sessions_of.pop(segment, ()):
+            own = self.by_session[session_id]
             del own[segment]
             if not own:
-                del self._by_session[session_id]
+                del self.by_session[session_id]
 
     def close_session(self, session_id: int) -> None:
         """Remove the reads that only this session wants."""
-        for segment in self._by_session.pop(session_id, ()):
-            sessions = self._sessions_of[segment]
+        for segment in self.by_session.pop(session_id, ()):
+            sessions = self.sessions_of[segment]
             sessions.remove(session_id)
             if not sessions:
-                del self._sessions_of[segment]
+                del self.sessions_of[segment]
 
     def take(self) -> HostSegment | None:
         """Remove and return the next read; its session goes behind the others."""
-        if not self._by_session:
+        if not self.by_session:
             return None
-        session_id = next(iter(self._by_session))
-        own = self._by_session.pop(session_id)
-        self._by_session[session_id] = own
+        session_id = next(iter(self.by_session))
+        own = self.by_session.pop(session_id)
+        self.by_session[session_id] = own
         segment = next(iter(own))
         self.discard(segment)
         return segment
 
     def ahead(self, session_id: int, reads: int) -> int:
         """At most how many queued reads come before the last of `reads` more of a session."""
-        own = len(self._by_session.get(session_id, ()))
+        own = len(self.by_session.get(session_id, ()))
         return own + sum(
             min(len(queued), own + reads)
-            for other, queued in self._by_session.items()
+            for other, queued in self.by_session.items()
             if other != session_id
         )
-
-    def check(self) -> None:
-        """Verify the invariants; raises AssertionError."""
-        sessions_of: dict[HostSegment, set[int]] = {}
-        for session_id, queued in self._by_session.items():
-            assert queued, f"session {session_id} has an empty queue"
-            for segment in queued:
-                sessions_of.setdefault(segment, set()).add(session_id)
-        assert sessions_of == self._sessions_of, "a queued read is miscounted"
 
 
 _FAILURES: Final = {

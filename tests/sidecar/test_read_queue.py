@@ -8,6 +8,7 @@ from hypothesis import given
 
 from sidecar.core.directory import Directory, HostSegment
 from sidecar.core.reads import ReadQueue
+from tests.engine_invariants import check_queue
 
 
 def segments_of(count: int) -> list[HostSegment]:
@@ -24,7 +25,7 @@ def segments() -> list[HostSegment]:
 def taken(queue: ReadQueue) -> list[HostSegment]:
     found: list[HostSegment] = []
     while (segment := queue.take()) is not None:
-        queue.check()
+        check_queue(queue)
         found.append(segment)
     return found
 
@@ -60,7 +61,7 @@ def test_a_session_that_leaves_takes_only_what_nobody_else_wants(
     queue.close_session(1)
     assert list(queue) == [segments[3]]
     queue.discard(segments[3])
-    queue.check()
+    check_queue(queue)
     assert len(queue) == 0
     assert queue.take() is None
 
@@ -98,6 +99,6 @@ def test_nothing_is_lost_and_nothing_is_left(steps: list[tuple[str, int, int]]) 
                 assert (segment is None) == (not wanted)
                 if segment is not None:
                     del wanted[segments.index(segment)]
-        queue.check()
+        check_queue(queue)
         assert {segments.index(segment) for segment in queue} == set(wanted)
     assert {segments.index(segment) for segment in taken(queue)} == set(wanted)
