@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 from sidecar.core.breaker import BreakerRules
 from sidecar.core.commands import IndexOffer, Listed, OpenedGroup, SessionOpened
 from sidecar.core.directory import Cause, Directory
-from sidecar.core.engine import Engine, EngineLimits
+from sidecar.core.engine import Engine
+from sidecar.core.outbox import EngineLimits, WritePolicy
 from sidecar.core.stored_table import ListedRow, listed_rows
-from sidecar.core.writes import WritePolicy
 from sidecar.protocol import Role
 from tiers.policy import make
 

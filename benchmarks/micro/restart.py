@@ -23,8 +23,8 @@ import numpy as np
 from sidecar.config.model import Config
 from sidecar.core.breaker import BreakerRules
 from sidecar.core.commands import OpenedGroup, Restored, SessionOpened
-from sidecar.core.engine import Engine, EngineLimits
-from sidecar.core.writes import WritePolicy
+from sidecar.core.engine import Engine
+from sidecar.core.outbox import EngineLimits, WritePolicy
 from sidecar.data.host_pool import open_pool
 from sidecar.data.pool_slots import PoolSlots
 from sidecar.protocol import Role

@@ -10,17 +10,16 @@ Invariants, which the tests verify after every event: every allocated slot belon
 segment, zombie or restored slot; every pin has an owner; what runs on a slot is what the parts say.
 
 The commands of one event are in this order: changes of the shared index (readers stop seeing an
-evicted chunk before its slot is filled again, and see a stored one before the worker is told), then
-copies, reads and writes, then messages.
+evicted chunk before its slot is filled again, and see a stored one before its worker gets the
+answer), then copies, reads and writes, then messages.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from sidecar.core.breaker import Breaker, BreakerRules
+from sidecar.core.breaker import Breaker
 from sidecar.core.commands import (
     CaughtUp,
     Command,
@@ -49,18 +48,18 @@ from sidecar.core.commands import (
 )
 from sidecar.core.directory import Directory, FlagChange, Realm
 from sidecar.core.event_feeds import EventFeed
-from sidecar.core.fair_share import FairShares, ShareLimits
+from sidecar.core.fair_share import FairShares
 from sidecar.core.host_tier import HostChange, HostTier
 from sidecar.core.jobs import Job, Jobs
 from sidecar.core.leases import Leases
 from sidecar.core.lookups import Lookups
-from sidecar.core.outbox import CoreParts, Outbox
+from sidecar.core.outbox import CoreParts, EngineLimits, Outbox
 from sidecar.core.pins import Pins
 from sidecar.core.reads import Reads
 from sidecar.core.request_pins import RequestPins
 from sidecar.core.store_view import StoreView
 from sidecar.core.tenants import Tenants
-from sidecar.core.writes import WritePolicy, Writes
+from sidecar.core.writes import Writes
 from sidecar.protocol import Error, JobOutcome, Lease, Lookup, Outcome, Pin, Release, Role, Submit
 
 if TYPE_CHECKING:
@@ -72,37 +71,6 @@ if TYPE_CHECKING:
 
 CHUNKS_FORGOTTEN_MAX: Final = 64
 """Chunks that one `ForgetRealms` evicts. Each takes about 20 microseconds of the event loop."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """Limits from the configuration, and how the store is used."""
-
-    writes_inflight_max: int
-    reads_inflight_max: int
-    write_queue_bytes_max: int
-    leases_max_per_session: int
-    lease_ttl_seconds_max: float
-    lookups_max_per_session: int
-    quarantine_keys_max: int
-    recompute: bool
-    """Whether a run is computed if that takes less time than reading it."""
-    regret_max: float
-    """Part of the compute time that waiting in vain for the store may cost."""
-    breaker: BreakerRules
-    write: WritePolicy
-    flush_at_end: bool
-    """Whether a drain writes what `write` has not written yet."""
-    store_reads: bool
-    reads_begun_max: int = 1 << 30
-    """Reads that one event starts; the others get turns of their own."""
-    adopted_max: int = 1 << 30
-    """Restored slots that one event adopts; the others get turns of their own."""
-    shares: ShareLimits = field(default_factory=ShareLimits)
-    verify_loads: float = 1.0
-    """Part of the loaded chunks that is verified, 0 to 1; one not verified before always is."""
-    verify_writes: float = 1.0
-    """The same of the segments that are written to the store."""
 
 
 class Engine:
@@ -145,46 +113,25 @@ class Engine:
         self.tenants = Tenants() if tenants is None else tenants
         self.shares = FairShares(limits.shares)
         self.host = HostTier(self.directory, slots, policy, self.counters, self.tenants)
-        emit = self._outbox.emit
-        parts = CoreParts(self.directory, self.host, self.counters, self.tenants, self.shares, emit)
+        parts = CoreParts(
+            epoch,
+            limits,
+            self.directory,
+            self.host,
+            self.counters,
+            self.tenants,
+            self.shares,
+            self._outbox.emit,
+        )
         self.pins = Pins(self.directory, self.shares.pinned)
-        self.store = StoreView(
-            parts,
-            quarantine_keys_max=limits.quarantine_keys_max,
-            announces=limits.write is not WritePolicy.OFF,
-        )
+        self.store = StoreView(parts)
         self.breakers = {name: Breaker(limits.breaker) for name in ("read", "write")}
-        self.writes = Writes(
-            parts,
-            self.store,
-            self.breakers["write"],
-            policy=limits.write,
-            inflight_max=limits.writes_inflight_max,
-            queue_bytes_max=limits.write_queue_bytes_max,
-            verify=limits.verify_writes,
-            admit=admit_write,
-            room=room_to_write,
-        )
-        self.reads = Reads(
-            parts,
-            self.store,
-            self.breakers["read"],
-            inflight_max=limits.reads_inflight_max,
-            begun_max=limits.reads_begun_max,
-        )
-        self.lookups = Lookups(
-            parts,
-            self.reads,
-            self.pins,
-            epoch=epoch,
-            lookups_max_per_session=limits.lookups_max_per_session,
-            ttl_seconds_max=limits.lease_ttl_seconds_max,
-            recompute=limits.recompute,
-            regret_max=limits.regret_max,
-        )
+        self.writes = Writes(parts, self.store, self.breakers["write"], admit_write, room_to_write)
+        self.reads = Reads(parts, self.store, self.breakers["read"])
+        self.lookups = Lookups(parts, self.reads, self.pins)
         self.leases = Leases(self.pins, self.shares, ttl_seconds_max=limits.lease_ttl_seconds_max)
         self.request_pins = RequestPins(parts, self.pins)
-        self.jobs = Jobs(parts, verify_loads=limits.verify_loads)
+        self.jobs = Jobs(parts)
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Process one event; returns what to do, in order. `now` never decreases.

@@ -2,7 +2,7 @@
 
 Owns the shares of everything that waits (memory of the control plane, copies, host memory that is
 being filled or pinned, lookups, leases, jobs), and the count of refusals by reason. Does not own
-what waits: whoever takes from a share gives the same amount back at the end.
+the users of a share: each gives back the same amount that it took.
 
 Every share has one rule: a session may have at most `alpha` times what is free. With 1, one session
 that floods gets half, two get a third each, and a new session finds as much as each of them has.

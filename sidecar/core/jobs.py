@@ -52,7 +52,7 @@ class Job:
     begun: bool = False
     """Whether it counts as one of its session's running jobs."""
     outcomes: set[Outcome] = field(default_factory=set[Outcome])
-    """Of its chunks."""
+    """Outcomes of its chunks."""
 
     @property
     def outcome(self) -> Outcome:
@@ -79,7 +79,7 @@ class RunningCopy:
     storing: int = 0
     """Bytes of the slot that a gather fills."""
     parent: bytes = b""
-    """Of a gather's chunk."""
+    """Key of the chunk before it, for a gather."""
     verifies: bool = False
     """Whether a successful scatter has verified the slot."""
 
@@ -87,14 +87,14 @@ class RunningCopy:
 class Jobs:
     """All jobs. Each verb returns the job if it has ended."""
 
-    def __init__(self, parts: CoreParts, *, verify_loads: float) -> None:
+    def __init__(self, parts: CoreParts) -> None:
         self._directory = parts.directory
         self._host = parts.host
         self._counters = parts.counters
         self._tenants = parts.tenants
         self._shares = parts.shares
         self._emit = parts.emit
-        self._sampling = Sampling(verify_loads)
+        self._sampling = Sampling(parts.limits.verify_loads)
         self._running: dict[int, RunningCopy] = {}
         self._last_copy_id = 0
 

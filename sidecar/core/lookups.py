@@ -77,18 +77,7 @@ class OpenLookup:
 class Lookups:
     """All lookups."""
 
-    def __init__(
-        self,
-        parts: CoreParts,
-        reads: Reads,
-        pins: Pins,
-        *,
-        epoch: int,
-        lookups_max_per_session: int,
-        ttl_seconds_max: float,
-        recompute: bool,
-        regret_max: float,
-    ) -> None:
+    def __init__(self, parts: CoreParts, reads: Reads, pins: Pins) -> None:
         self._directory = parts.directory
         self._host = parts.host
         self._reads = reads
@@ -97,15 +86,13 @@ class Lookups:
         self._shares = parts.shares
         self._pins = pins
         self._emit = parts.emit
-        self._epoch = epoch
-        self._lookups_max_per_session = lookups_max_per_session
-        self._ttl_seconds_max = ttl_seconds_max
-        self._recompute = recompute
-        self._regret_max = regret_max
+        self._epoch = parts.epoch
+        self._limits = parts.limits
+        self._ttl_seconds_max = parts.limits.lease_ttl_seconds_max
         self._credits: dict[int, Credit] = {}
         """By session."""
         self._now = 0.0
-        """Of the last event."""
+        """Time of the last event."""
         self._by_session: dict[int, dict[int, OpenLookup]] = {}
         self.waiters: dict[Chunk, dict[OpenLookup, None]] = {}
         self._draining = False
@@ -189,7 +176,7 @@ class Lookups:
         """Weigh reading what the run lacks against computing it from the first missing chunk."""
         first = _leading(chunks, 0)
         missing = [chunk for chunk in chunks[first:] if not chunk.loadable]
-        if not missing or not self._recompute:
+        if not missing or not self._limits.recompute:
             return UNKNOWN
         num_chunks = len(chunks) - first
         num_tokens = message.num_tokens * num_chunks // len(message.keys)
@@ -209,12 +196,12 @@ class Lookups:
     def _credit(self, session_id: int) -> Credit:
         credit = self._credits.get(session_id)
         if credit is None:
-            credit = self._credits[session_id] = Credit(self._regret_max)
+            credit = self._credits[session_id] = Credit(self._limits.regret_max)
         return credit
 
     def _make_room(self, own: dict[int, OpenLookup]) -> bool:
         """Whether a session may have one more; the oldest answered one is ended for it."""
-        if len(own) < self._lookups_max_per_session:
+        if len(own) < self._limits.lookups_max_per_session:
             return True
         for lookup in own.values():
             if lookup.answered:

@@ -1,19 +1,22 @@
-"""What the parts of the core share: references to each other, the outbox, and sampling.
+"""What the parts of the core share: limits, references to each other, the outbox, and sampling.
 
 Owns the order of the commands of one event. Which decisions lead to them is up to the parts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import enum
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from sidecar.core.commands import Command, IndexOffer, IndexSet, Reply, Resume
+from sidecar.core.fair_share import ShareLimits
 from sidecar.protocol import Done
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from sidecar.core.breaker import BreakerRules
     from sidecar.core.commands import Counters
     from sidecar.core.directory import Directory, HostSegment
     from sidecar.core.fair_share import FairShares
@@ -22,10 +25,52 @@ if TYPE_CHECKING:
     from sidecar.protocol import JobOutcome
 
 
+class WritePolicy(enum.StrEnum):
+    """When a chunk is written."""
+
+    OFF = "off"
+    THROUGH = "through"
+    ON_REUSE = "on_reuse"
+    ON_EVICT = "on_evict"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """Limits from the configuration, and how the store is used."""
+
+    writes_inflight_max: int
+    reads_inflight_max: int
+    write_queue_bytes_max: int
+    leases_max_per_session: int
+    lease_ttl_seconds_max: float
+    lookups_max_per_session: int
+    quarantine_keys_max: int
+    recompute: bool
+    """Whether a run is computed if that takes less time than reading it."""
+    regret_max: float
+    """Part of the compute time that waiting in vain for the store may cost."""
+    breaker: BreakerRules
+    write: WritePolicy
+    flush_at_end: bool
+    """Whether a drain writes what `write` has not written yet."""
+    store_reads: bool
+    reads_begun_max: int = 1 << 30
+    """Reads that one event starts; the others get turns of their own."""
+    adopted_max: int = 1 << 30
+    """Restored slots that one event adopts; the others get turns of their own."""
+    shares: ShareLimits = field(default_factory=ShareLimits)
+    verify_loads: float = 1.0
+    """Part of the loaded chunks that is verified, 0 to 1; one not verified before always is."""
+    verify_writes: float = 1.0
+    """The same of the segments that are written to the store."""
+
+
 @dataclass(frozen=True, slots=True)
 class CoreParts:
     """What most parts of the core take. Only references."""
 
+    epoch: int
+    limits: EngineLimits
     directory: Directory
     host: HostTier
     counters: Counters

@@ -32,7 +32,7 @@ SAMPLES_MAX: Final = 32
 """Reads in the estimate."""
 
 PROBE_EVERY: Final = 16
-"""One in so many refused runs is read anyway, to notice a store that got faster."""
+"""One of this many refused runs is read anyway, to notice a store that got faster."""
 
 CREDIT_COMPUTE_SECONDS: Final = 25.0
 """The initial credit, and its cap, is `regret_max` of this much compute: 1 s at 4%."""

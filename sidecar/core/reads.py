@@ -8,8 +8,8 @@ Reads belong to chunks, not to lookups: several lookups wait for the same read, 
 lookups all gave up still ends in the host tier. Each verb returns the chunks that cannot be read,
 and the caller cuts the lookups that wait for them.
 
-Invariants: at most `inflight_max` reads run; one event starts at most `begun_max`, and the rest in
-turns of their own.
+Invariants: at most `reads_inflight_max` reads run; one event starts at most `reads_begun_max`, and
+the rest in turns of their own.
 """
 
 from __future__ import annotations
@@ -107,24 +107,16 @@ _FAILURES: Final = {
 class Reads:
     """The queue of reads and the running reads."""
 
-    def __init__(
-        self,
-        parts: CoreParts,
-        store: StoreView,
-        breaker: Breaker,
-        *,
-        inflight_max: int,
-        begun_max: int,
-    ) -> None:
+    def __init__(self, parts: CoreParts, store: StoreView, breaker: Breaker) -> None:
         self._host = parts.host
         self._store = store
         self._counters = parts.counters
         self._tenants = parts.tenants
         self._emit = parts.emit
         self._breaker = breaker
-        self._inflight_max = inflight_max
-        self._begun_max = begun_max
-        self._planner = Planner(reads_inflight_max=inflight_max)
+        self._inflight_max = parts.limits.reads_inflight_max
+        self._begun_max = parts.limits.reads_begun_max
+        self._planner = Planner(reads_inflight_max=self._inflight_max)
         self.queue = ReadQueue()
         self._running: dict[int, tuple[HostSegment, ReadStart]] = {}
         self._last_read_id = 0
@@ -186,7 +178,7 @@ class Reads:
         self._resuming = False
 
     def pump(self, now: float) -> Iterator[tuple[Chunk, Outcome]]:
-        """Start as many reads as may run, and of those at most `begun_max`.
+        """Start as many reads as may run, and of those at most `reads_begun_max`.
 
         Yields each chunk that cannot be read, with the reason. The caller cuts the lookups that
         wait for it before the next step, so that nothing is read for them alone.

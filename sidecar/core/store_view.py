@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sidecar.core.commands import Listed, Quarantine, Withdraw, Written
+from sidecar.core.outbox import WritePolicy
 from sidecar.core.stored_table import ListedRow, ListedRows, key_list, merged_by_key
 
 if TYPE_CHECKING:
@@ -28,13 +29,13 @@ if TYPE_CHECKING:
 class StoreView:
     """Applies what the catalog, reads and writes say of the store."""
 
-    def __init__(self, parts: CoreParts, *, quarantine_keys_max: int, announces: bool) -> None:
+    def __init__(self, parts: CoreParts) -> None:
         self._directory = parts.directory
         self._counters = parts.counters
         self._tenants = parts.tenants
         self._emit = parts.emit
-        self._quarantine_keys_max = quarantine_keys_max
-        self._announces = announces
+        self._quarantine_keys_max = parts.limits.quarantine_keys_max
+        self._announces = parts.limits.write is not WritePolicy.OFF
         # (realm_id, key) -> ranks, and the time up to which their writes do not count.
         self._withdrawn: dict[tuple[int, bytes], tuple[int, int]] = {}
 

@@ -148,7 +148,7 @@ class StoredColumns(NamedTuple):
     low: Words
     masks: Masks
     written_at: Longs
-    """Of the newest write."""
+    """Time of the newest write."""
 
 
 def merged_by_key(rows: ListedRows) -> StoredColumns:

@@ -14,10 +14,10 @@ A policy says when a chunk that the store lacks is queued:
   write, so the cold end of the pool is written ahead, as databases clean their pages.
 
 Invariants: only a running write holds its slot; a queued one is dropped, and counted, when its
-chunk leaves the host tier. At most `inflight_max` writes run, and the queue holds at most
-`queue_bytes_max` (or one chunk): beyond it the oldest is dropped and counted. A write that the
-store failed is tried `WRITE_TRIES_MAX` times in all, each time behind the others. A chunk is not
-written, and counted, if its namespace has no room when its turn comes.
+chunk leaves the host tier. At most `writes_inflight_max` writes run, and the queue holds at most
+`write_queue_bytes_max` (or one chunk): beyond it the oldest is dropped and counted. A write that
+the store failed is tried `WRITE_TRIES_MAX` times in all, each time behind the others. A chunk is
+not written, and counted, if its namespace has no room when its turn comes.
 
 With `through`, chunks restored after a restart (`restored.py`) are queued when nothing else is.
 While draining, only what was stored before is queued: a write that starts then may be cut off, and
@@ -26,12 +26,11 @@ would be reported as lost.
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from sidecar.core.commands import StoreOutcome, Write, Written
-from sidecar.core.outbox import Sampling
+from sidecar.core.outbox import Sampling, WritePolicy
 from sidecar.core.restored import Backfill
 
 if TYPE_CHECKING:
@@ -51,15 +50,6 @@ AHEAD_SHARE: Final = 1 / 8
 
 AHEAD_STEPS: Final = 16
 """The cold end is examined again when 1/16 of that part has been used."""
-
-
-class WritePolicy(enum.StrEnum):
-    """When a chunk is written."""
-
-    OFF = "off"
-    THROUGH = "through"
-    ON_REUSE = "on_reuse"
-    ON_EVICT = "on_evict"
 
 
 _Account = tuple[int, bytes]
@@ -94,11 +84,6 @@ class Writes:
         parts: CoreParts,
         store: StoreView,
         breaker: Breaker,
-        *,
-        policy: WritePolicy,
-        inflight_max: int,
-        queue_bytes_max: int,
-        verify: float,
         admit: Callable[[int, bytes, int, int], bool],
         room: Callable[[int, int, int], bool],
     ) -> None:
@@ -108,9 +93,9 @@ class Writes:
         self._tenants = parts.tenants
         self._emit = parts.emit
         self._breaker = breaker
-        self._policy = policy
-        self._inflight_max = inflight_max
-        self._queue_bytes_max = queue_bytes_max
+        self._policy = parts.limits.write
+        self._inflight_max = parts.limits.writes_inflight_max
+        self._queue_bytes_max = parts.limits.write_queue_bytes_max
         self._admit = admit
         self._room = room
         self.pending: dict[Chunk, PendingWrite] = {}
@@ -119,7 +104,7 @@ class Writes:
         """Bytes and objects that are queued or being written: they count for the tenant already."""
         self._begun: dict[int, tuple[int, int]] = {}
         """Bytes and objects of the chunks that are being written, by realm."""
-        self._sampling = Sampling(verify)
+        self._sampling = Sampling(parts.limits.verify_writes)
         self._running: dict[int, _Running] = {}
         self._last_write_id = 0
         self._filled_bytes = 0

@@ -29,10 +29,10 @@ from sidecar.catalog.service import Catalogs
 from sidecar.catalog.sync import StoreWatch
 from sidecar.core.breaker import BreakerRules
 from sidecar.core.commands import Copied, Draining, Event, SessionClosed
-from sidecar.core.engine import Engine, EngineLimits
+from sidecar.core.engine import Engine
 from sidecar.core.fair_share import ShareLimits
+from sidecar.core.outbox import EngineLimits, WritePolicy
 from sidecar.core.tenants import Tenants
-from sidecar.core.writes import WritePolicy
 from sidecar.data.copies import Copies
 from sidecar.data.executor import Executor
 from sidecar.data.pool_slots import PoolSlots

@@ -28,7 +28,8 @@ from sidecar.core.commands import (
     Withdraw,
     Write,
 )
-from sidecar.core.engine import Engine, EngineLimits
+from sidecar.core.engine import Engine
+from sidecar.core.outbox import EngineLimits
 from sidecar.core.retention import FOR_EVER, Retention
 from tests.engine_invariants import check
 from tests.sidecar.strict_pool import SlabSlots

@@ -14,8 +14,8 @@ from hypothesis.stateful import initialize, precondition, rule
 from sidecar.core.breaker import BreakerRules
 from sidecar.core.commands import CaughtUp, CopyOutcome, Read, StoreOutcome, Tick, Write
 from sidecar.core.fair_share import ShareLimits
+from sidecar.core.outbox import WritePolicy
 from sidecar.core.tenants import Quota, TenantRules, Tenants
-from sidecar.core.writes import WritePolicy
 from sidecar.protocol import Role
 from tests.sidecar.engine_model import MAIN, OTHER, WINDOW, EngineModel
 from tests.sidecar.engine_names import GROUP_NUMBERS, layout, release

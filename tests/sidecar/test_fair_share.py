@@ -12,7 +12,7 @@ from hypothesis import given
 
 from sidecar.core.commands import Gather, Read, Received, Scatter, SessionClosed
 from sidecar.core.fair_share import PINNED_ALPHA, Share, ShareLimits
-from sidecar.core.writes import WritePolicy
+from sidecar.core.outbox import WritePolicy
 from sidecar.protocol import (
     Lookup,
     Outcome,

@@ -13,7 +13,7 @@ from sidecar.core.commands import (
     SessionClosed,
     StoreOutcome,
 )
-from sidecar.core.writes import WritePolicy
+from sidecar.core.outbox import WritePolicy
 from sidecar.protocol import Outcome, Role
 from tests.sidecar.engine_answers import answer, messages, only
 from tests.sidecar.engine_names import RANK_0, key

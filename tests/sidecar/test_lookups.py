@@ -15,7 +15,7 @@ from sidecar.core.commands import (
     Tick,
     Write,
 )
-from sidecar.core.writes import WritePolicy
+from sidecar.core.outbox import WritePolicy
 from sidecar.protocol import (
     Outcome,
     Role,

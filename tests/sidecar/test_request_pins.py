@@ -6,8 +6,8 @@ import pytest
 
 from sidecar.core.commands import CopyOutcome, Draining, Gather, SessionClosed, Tick
 from sidecar.core.fair_share import ShareLimits
+from sidecar.core.outbox import WritePolicy
 from sidecar.core.tenants import Quota, TenantRules, Tenants
-from sidecar.core.writes import WritePolicy
 from sidecar.protocol import Outcome, Role
 from tests import places
 from tests.sidecar.engine_answers import done, messages, only

@@ -26,8 +26,9 @@ from sidecar.core.commands import (
     Write,
 )
 from sidecar.core.engine import Engine
+from sidecar.core.outbox import WritePolicy
 from sidecar.core.tenants import Quota, TenantRules, Tenants
-from sidecar.core.writes import WRITE_TRIES_MAX, WritePolicy
+from sidecar.core.writes import WRITE_TRIES_MAX
 from sidecar.protocol import Events, Outcome, RemovedEvent, Role, StoredEvent
 from tests.engine_invariants import check
 from tests.sidecar.engine_answers import done, messages, only

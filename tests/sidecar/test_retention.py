@@ -11,9 +11,9 @@ from hypothesis import given
 
 from sidecar.core.commands import Gather, Scatter, Tick, Write
 from sidecar.core.directory import Chunk, Directory
+from sidecar.core.outbox import WritePolicy
 from sidecar.core.retention import Expiries, Retention, read_tag, slot_tag
 from sidecar.core.tenants import Quota, TenantRules, Tenants
-from sidecar.core.writes import WritePolicy
 from sidecar.protocol import Events, Outcome, RemovedEvent, Role
 from tests.sidecar.engine_answers import done, messages, only
 from tests.sidecar.engine_names import EPOCH, key

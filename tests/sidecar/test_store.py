@@ -14,8 +14,8 @@ from sidecar.core.commands import (
     Withdraw,
     Write,
 )
+from sidecar.core.outbox import WritePolicy
 from sidecar.core.stored_table import key_list
-from sidecar.core.writes import WritePolicy
 from sidecar.protocol import (
     Events,
     Outcome,

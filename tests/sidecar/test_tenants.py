@@ -10,8 +10,8 @@ import pytest
 from sidecar.cli import main
 from sidecar.config.model import ConfigError, loads, show
 from sidecar.core.commands import Gather, Read, StoreOutcome, Write
+from sidecar.core.outbox import WritePolicy
 from sidecar.core.tenants import Quota, TenantRules, Tenants
-from sidecar.core.writes import WritePolicy
 from sidecar.protocol import Outcome, Role, StoreJob, tenant_id
 from tests.sidecar.client import RunningSidecar, Scheduler, Worker, config_in, key_of
 from tests.sidecar.engine_answers import messages, only

@@ -6,8 +6,9 @@ import pytest
 
 from sidecar.core.breaker import BreakerRules, BreakerState
 from sidecar.core.commands import Draining, Read, StoreOutcome, Tick, Write
+from sidecar.core.outbox import WritePolicy
 from sidecar.core.tenants import Quota, TenantRules, Tenants
-from sidecar.core.writes import WRITE_TRIES_MAX, WritePolicy
+from sidecar.core.writes import WRITE_TRIES_MAX
 from sidecar.protocol import Outcome, Role
 from tests.sidecar.engine_answers import answer, messages, only
 from tests.sidecar.engine_names import RANK_0, key, layout

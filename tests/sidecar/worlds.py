@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sidecar.core.breaker import BreakerRules
-from sidecar.core.engine import Engine, EngineLimits
-from sidecar.core.writes import WritePolicy
+from sidecar.core.engine import Engine
+from sidecar.core.outbox import EngineLimits, WritePolicy
 from sidecar.protocol import Role
 from tests.sidecar.engine_names import EPOCH
 from tests.sidecar.engine_world import World
