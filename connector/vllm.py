@@ -225,7 +225,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             groups = [
                 GroupTensors(
                     [kv_caches[name] for name in group.layer_names],
-                    group.segment(engine.cut, place),
+                    group.segment(engine.parallel_layout, place),
                     group.encoding,
                     group.entry_tokens,
                 )
@@ -236,7 +236,9 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             return exported
 
         def describe(exported: ExportedMemory, shared: Memory) -> Attach:
-            return engine.attach(Role.WORKER, engine.cut.number(place), exported, memory=shared)
+            return engine.attach(
+                Role.WORKER, engine.parallel_layout.number(place), exported, memory=shared
+            )
 
         try:
             self._worker = WorkerRole(

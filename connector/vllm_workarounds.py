@@ -216,10 +216,10 @@ class AdapterLoadListener(Protocol):
     """Is told of each adapter that this process loads."""
 
     def begin(self, lora: Any) -> Any:
-        """VLLM is about to read an adapter; what is returned comes back with `note`."""
+        """Called before vLLM reads an adapter; `note` gets what this returns."""
 
     def note(self, lora: Any, before: Any) -> None:
-        """VLLM has read it."""
+        """Called after vLLM has read it."""
 
 
 _adapter_listeners: Final = weakref.WeakSet[Any]()

@@ -22,8 +22,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from connector.identity.groups import FULL, RECURRENT, Attention, whole_blocks
-from connector.identity.mamba import ALIGNED, mamba_unsupported_reason, recurrent
-from connector.identity.parallelism import ParallelLayout, Place
+from connector.identity.mamba import ALIGNED, is_recurrent, mamba_unsupported_reason
+from connector.identity.parallelism import Place, parallel_layout_of
 from connector.identity.speculative import WITHOUT_LAYERS, speculation_unsupported_reason
 from sidecar.protocol import GROUPS_MAX
 from tiers.errors import LayoutError
@@ -81,27 +81,34 @@ def _groups_unsupported_reason(groups: Sequence[Any]) -> str:
 
 
 def _ranks_unsupported_reason(vllm_config: Any, groups: Sequence[Any]) -> str:
+    if reason := _stages_unsupported_reason(vllm_config, len(groups)):
+        return reason
     parallel = vllm_config.parallel_config
-    if parallel.pipeline_parallel_size > 1 and len(groups) > 1:
-        # A stage is shown only its own layers of a group, and cannot name the group by them.
-        return (
-            f"pipeline_parallel_size={parallel.pipeline_parallel_size} is not supported by this "
-            f"release for a KV cache of {len(groups)} groups"
-        )
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             return f"{name}={getattr(parallel, name)} is not supported by this release"
-    cut = cut_of(vllm_config)
+    layout = parallel_layout_of(vllm_config)
     for group in groups:
         spec = group.kv_cache_spec
         # A worker is shown its own stage's layers, and asks for its own place when it shares them.
-        place = Place(cut.stage_of(group.layer_names))
+        place = Place(layout.stage_of(group.layer_names))
         latent = isinstance(spec, MLAAttentionSpec)
         try:
-            cut.segment(group.layer_names, num_heads_of(vllm_config, spec), place, latent=latent)
+            layout.segment(group.layer_names, num_heads_of(vllm_config, spec), place, latent=latent)
         except LayoutError as error:
             return str(error)
     return ""
+
+
+def _stages_unsupported_reason(vllm_config: Any, num_groups: int) -> str:
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages == 1 or num_groups == 1:
+        return ""
+    # A stage is shown only its own layers of a group, and cannot name the group by them.
+    return (
+        f"pipeline_parallel_size={stages} is not supported by this release for a KV cache of "
+        f"{num_groups} groups"
+    )
 
 
 def nodes_unsupported_reason(vllm_config: Any) -> str:
@@ -260,22 +267,17 @@ def host_tier_rows_unsupported_reason(vllm_config: Any, num_groups: int) -> str:
     Each worker takes a row to be as many times its own part as there are workers, so all parts must
     have the same size.
     """
-    cut = cut_of(vllm_config)
-    if cut.stages == 1:
-        return ""
-    if num_groups > 1:
-        return (
-            f"pipeline_parallel_size={cut.stages} is not supported by this release for a KV cache "
-            f"of {num_groups} groups"
-        )
+    if reason := _stages_unsupported_reason(vllm_config, num_groups):
+        return reason
+    layout = parallel_layout_of(vllm_config)
     speculative = vllm_config.speculative_config
     drafts = speculative is not None and str(speculative.method) not in WITHOUT_LAYERS
-    if drafts or not cut.is_even:
-        return (
-            "its pipeline stages hold different numbers of layers, and vLLM's host tier takes "
-            "them to be alike"
-        )
-    return ""
+    if layout.stages == 1 or (layout.is_even and not drafts):
+        return ""
+    return (
+        "its pipeline stages hold different numbers of layers, and vLLM's host tier takes them to "
+        "be alike"
+    )
 
 
 def host_tier_chunks_unsupported_reason(
@@ -321,7 +323,7 @@ def prefix_match_unsupported_reason(
     the tokens of their blocks.
     """
     unit = vllm_config.cache_config.prefix_match_unit
-    if unit is None or unit >= block_tokens or not any(recurrent(spec) for spec in specs):
+    if unit is None or unit >= block_tokens or not any(is_recurrent(spec) for spec in specs):
         return ""
     return (
         f"prefix_match_unit={unit} with recurrent layers and blocks of {block_tokens} tokens is "
@@ -349,22 +351,12 @@ def attention_of(spec: Any) -> Attention | None:
     return None
 
 
-def cut_of(vllm_config: Any) -> ParallelLayout:
-    """How an engine divides its model over ranks."""
-    parallel = vllm_config.parallel_config
-    return ParallelLayout(
-        stages=int(parallel.pipeline_parallel_size),
-        tensors=int(parallel.tensor_parallel_size),
-        num_layers=int(vllm_config.model_config.get_total_num_hidden_layers()),
-    )
-
-
 def num_heads_of(vllm_config: Any, spec: Any) -> int:
     """KV heads of a group's layers over all ranks; hybrid models may have several counts."""
     if isinstance(spec, MLAAttentionSpec):
         return 1
     tp_size = int(vllm_config.parallel_config.tensor_parallel_size)
-    if recurrent(spec):
+    if is_recurrent(spec):
         # A rank's part of a state is one piece, whatever it is of the layer.
         return int(spec.num_heads) * tp_size
     total = int(vllm_config.model_config.get_total_num_kv_heads())

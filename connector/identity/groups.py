@@ -1,11 +1,11 @@
-"""KV cache groups: what of its past each still reads, and so what a hit needs of each.
+"""KV cache groups: which blocks each still reads, and so what a hit needs of each.
 
-vLLM puts layers that attend alike into groups with block tables of their own. Behind N cached
-tokens a full-attention layer reads all of them, a sliding window its tail, chunked local attention
-its current chunk, and a recurrent layer (Mamba, linear attention, short convolutions) the state
-that it had after exactly N tokens, which is what the block that ends there holds. vLLM gives what
-is never read again no block. A hit of N tokens therefore counts only where every group has the
-blocks that it still reads, all of them and no others.
+vLLM puts layers that attend alike into groups with their own block tables. Behind N cached tokens a
+full-attention layer reads all of them, a sliding window its tail, chunked local attention its
+current chunk, and a recurrent layer (Mamba, linear attention, short convolutions) the state after
+exactly N tokens, which is in the block that ends there. vLLM allocates no block for what is never
+read again. So a hit of N tokens needs from every group the blocks that it still reads, and no
+others.
 
 Owns that rule, the chunk size that fits a group, and the search for the longest hit. Pure: knows
 neither vLLM nor the index.
@@ -26,17 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """How far back a layer reads: a window or a chunk, in tokens; with neither, everything.
-
-    Or nothing of the past but its own last state.
-    """
+    """How far back a layer reads: everything by default."""
 
     window: int = 0
-    """Tokens that a query reads, its own included."""
+    """Tokens that a query reads, including its own; 0: no window."""
     local: int = 0
-    """Tokens of one chunk; a query reads those of its chunk up to its own."""
+    """Tokens of an attention chunk, which a query reads up to its own; 0: no chunks."""
     recurrent: bool = False
-    """A block holds the state behind its last token, not something of each of its tokens."""
+    """It reads its last state only. A block holds the state behind its last token."""
 
     @property
     def full(self) -> bool:
@@ -44,9 +41,9 @@ class Attention:
         return not self.window and not self.local and not self.recurrent
 
     def unread(self, num_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """How many leading tokens of `num_tokens` nothing behind them reads any more.
+        """How many of the first `num_tokens` tokens are not read by the next one or any later.
 
-        As `get_num_skipped_tokens` of vLLM's managers of each kind.
+        The same as `get_num_skipped_tokens` of vLLM's managers.
         """
         if self.window:
             return np.maximum(num_tokens - self.window + 1, 0)
@@ -63,7 +60,7 @@ RECURRENT: Final = Attention(recurrent=True)
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """One group: tokens per engine block and per full chunk, and how far back its layers read."""
+    """Tokens per engine block and per full chunk of a group, and how far back its layers read."""
 
     block_tokens: int
     chunk_tokens: int
@@ -85,18 +82,18 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class CachedGroup:
-    """A group as keys are made for it."""
+    """A group as keys need it."""
 
     namespace_digest: bytes
     geometry: Geometry
 
 
 def chunk_tokens_of(chunk_tokens: int, block_tokens: int, attention: Attention) -> int:
-    """Tokens of a group's chunk, where those of a full-attention group are `chunk_tokens`.
+    """Tokens of a group's chunk, if those of a full-attention group are `chunk_tokens`.
 
-    When a step completes a chunk, its first block may be unread already, and then it is gone. Not
-    where the chunk is no longer than the window, or lies within one local chunk. Of recurrent
-    layers every state is a chunk: a hit needs one of them.
+    A chunk must not be longer than the window or lie in two attention chunks, or vLLM may free its
+    first block before its last one is computed. Each state of recurrent layers is a chunk, because
+    a hit needs one of them.
     """
     if attention.full:
         return chunk_tokens
@@ -113,9 +110,9 @@ def chunk_tokens_of(chunk_tokens: int, block_tokens: int, attention: Attention) 
 
 
 def whole_blocks(num_tokens: int, block_sizes: Iterable[int]) -> int:
-    """So many tokens or a few more, a whole number of blocks in every group.
+    """`num_tokens` rounded up to whole blocks in every group.
 
-    vLLM makes blocks of recurrent models as large as a state: 528 tokens, say.
+    vLLM makes blocks of recurrent models as large as a state, such as 528 tokens.
     """
     step = lcm(*block_sizes)
     return -(-num_tokens // step) * step
@@ -133,16 +130,16 @@ def longest_hit(
     local_tokens: int,
     end_tokens: int,
 ) -> int:
-    """The longest prefix, up to `end_tokens`, of which every group has what it still reads.
+    """The longest prefix, up to `end_tokens`, for which every group has what it still reads.
 
     Args:
         geometries: the groups.
-        held: of each group, whether its blocks from the one at `local_tokens` on can be loaded;
-            what lies behind the end of it cannot.
-        local_tokens: what the engine holds itself, in all groups; a multiple of their blocks.
+        held: for each group, whether its blocks from the one at `local_tokens` on can be loaded;
+            those beyond its end cannot.
+        local_tokens: held by the engine itself, in all groups; a multiple of their blocks.
         end_tokens: a multiple of their blocks.
 
-    Returns: `local_tokens` where nothing beyond it can be had.
+    Returns: `local_tokens` if nothing beyond it can be loaded.
     """
     step = lcm(*(geometry.block_tokens for geometry in geometries))
     ends = np.arange(local_tokens + step, end_tokens + 1, step, dtype=np.int64)
@@ -152,7 +149,7 @@ def longest_hit(
         last = end_tokens // geometry.block_tokens - first
         missing = np.ones(last, dtype=np.int64)
         missing[: len(loadable)] -= loadable[:last]
-        # lacking[i]: how many of the first i blocks cannot be loaded.
+        # lacking[i] is how many of the first i blocks cannot be loaded.
         lacking = np.concatenate(([0], np.cumsum(missing)))
         read_from = np.maximum(geometry.first_blocks(ends) - first, 0)
         read_to = ends // geometry.block_tokens - first

@@ -25,7 +25,7 @@ State: TypeAlias = tuple[int, int, int]
 """A state that vLLM reports: KV cache group, block id, number of tokens before it."""
 
 
-def recurrent(spec: Any) -> bool:
+def is_recurrent(spec: Any) -> bool:
     """Whether a KV cache group is one of recurrent layers."""
     from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -34,7 +34,7 @@ def recurrent(spec: Any) -> bool:
 
 def mamba_unsupported_reason(vllm_config: Any, groups: Sequence[Any]) -> str:
     """Why the states of an engine's recurrent layers cannot be cached safely, or nothing."""
-    specs = [group.kv_cache_spec for group in groups if recurrent(group.kv_cache_spec)]
+    specs = [group.kv_cache_spec for group in groups if is_recurrent(group.kv_cache_spec)]
     if not specs:
         return ""
     modes = {str(spec.mamba_cache_mode) for spec in specs}

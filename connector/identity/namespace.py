@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 from connector.identity.fingerprint import adapter_settings, engine_settings, overrides_of, plain
-from connector.identity.mamba import recurrent, state_description, state_encoding, state_settings
+from connector.identity.mamba import is_recurrent, state_description, state_encoding, state_settings
 from connector.identity.weights import model_identity
 from connector.options import samples_weights
 from sidecar.protocol import MODEL_CHARACTERS_MAX
@@ -64,7 +64,7 @@ def namespace_of(
     """
     model = vllm_config.model_config
     encoding = encoding_of(vllm_config, block_tokens, spec)
-    if recurrent(spec):
+    if is_recurrent(spec):
         return canonical_json(
             _of_model(vllm_config)
             | {
@@ -185,7 +185,7 @@ def encoding_of(vllm_config: Any, block_tokens: int, spec: Any) -> str:
     """How values lie inside a (block, head), which depends on the attention kernels."""
     from vllm.platforms import current_platform
 
-    if recurrent(spec):
+    if is_recurrent(spec):
         return state_encoding(spec)
     if current_platform.is_cuda():
         # These decide which backend serves, and so how it packs K and V.

@@ -8,7 +8,7 @@ because a layer taken for another would give wrong KV.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tiers.errors import LayoutError
 from tiers.kv.layout import Segment, head_segment
@@ -98,6 +98,16 @@ def _numbers(layer_names: Sequence[str]) -> list[list[int]]:
 
 def _each_alone(layers: range) -> list[list[int]]:
     return [[layer] for layer in layers]
+
+
+def parallel_layout_of(vllm_config: Any) -> ParallelLayout:
+    """How an engine divides its model over ranks."""
+    parallel = vllm_config.parallel_config
+    return ParallelLayout(
+        stages=int(parallel.pipeline_parallel_size),
+        tensors=int(parallel.tensor_parallel_size),
+        num_layers=int(vllm_config.model_config.get_total_num_hidden_layers()),
+    )
 
 
 def this_place() -> Place:

@@ -15,13 +15,13 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from connector.identity.eligibility import (
     attention_of,
     chunk_tokens_unsupported_reason,
-    cut_of,
     media_unsupported_reason,
     num_heads_of,
     unsupported_reason,
 )
 from connector.identity.groups import Geometry, chunk_tokens_of, whole_blocks
 from connector.identity.namespace import digest_of, encoding_of, namespace_of, served_as
+from connector.identity.parallelism import parallel_layout_of
 from connector.identity.speculative import speculation_of
 from connector.identity.weights import WeightsUnknown
 from connector.options import chunk_tokens_source, option
@@ -57,9 +57,9 @@ class EngineGroup:
         """Tokens per entry of a block."""
         return self.geometry.block_tokens if self.geometry.attention.recurrent else 1
 
-    def segment(self, cut: ParallelLayout, place: Place) -> Segment:
+    def segment(self, layout: ParallelLayout, place: Place) -> Segment:
         """Layers and heads of a rank. Raises `LayoutError`."""
-        return cut.segment(self.layer_names, self.num_heads, place, latent=self.latent)
+        return layout.segment(self.layer_names, self.num_heads, place, latent=self.latent)
 
 
 class EngineProfile:
@@ -77,7 +77,7 @@ class EngineProfile:
         chunk_tokens = option(extra, "chunk_tokens", whole_blocks(CHUNK_TOKENS, block_sizes))
         parallel = vllm_config.parallel_config
         self.engine_id = str(transfer.engine_id)
-        self.cut = cut_of(vllm_config)
+        self.parallel_layout = parallel_layout_of(vllm_config)
         self.world_size = int(parallel.world_size)
         self.num_blocks = int(kv_cache_config.num_blocks)
         self.reason: UncachedReason = "unsupported"
@@ -102,8 +102,8 @@ class EngineProfile:
             self.refusal, self.reason = str(error), "weights"
             return
         self.media_refusal = media_unsupported_reason(vllm_config)
-        self.replicas = self.cut.tensors if self.groups[0].latent else 1
-        self.topology = self.cut.topology(self.replicas)
+        self.replicas = self.parallel_layout.tensors if self.groups[0].latent else 1
+        self.topology = self.parallel_layout.topology(self.replicas)
         model = vllm_config.model_config
         self.model = served_as(model.model, str(model.served_model_name or model.model))
 

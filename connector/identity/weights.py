@@ -167,7 +167,7 @@ def read_adapter(path: str) -> AdapterFiles:
     folder, found = _adapter_files(path)
     stamps = _stamps(found)
     # Not remembered: this runs in a scheduler's step, which must not wait for another process.
-    digest = _digest_of(folder, found, sampled=False, remember=False)
+    digest = _digest_of(folder, found, remember=False)
     again, found = _adapter_files(path)
     if again != folder or _stamps(found) != stamps:
         raise OSError(f"{path} was changed while it was read")
@@ -226,9 +226,7 @@ def _downloaded(hub_id: str) -> Path:
     )
 
 
-def folder_digest(
-    folder: Path, *, sampled: bool = False, remember: bool = True, load_format: str = "auto"
-) -> str:
+def folder_digest(folder: Path, *, sampled: bool = False, load_format: str = "auto") -> str:
     """Hex digest of the names and bytes of the files that vLLM may read in a model's folder.
 
     All files count except those known to change no KV: an index of shards, quantization settings
@@ -245,17 +243,17 @@ def folder_digest(
         for each in _folders(folder)
         for one, weighty in _files_in(each, load_format if each == folder else "auto")
     ]
-    return _digest_of(folder, found, sampled=sampled, remember=remember)
+    return _digest_of(folder, found, sampled=sampled)
 
 
 def settings_digest(folder: Path) -> str:
     """As `folder_digest`, for the files beside the weights, without subfolders."""
     found = [(path, False) for path, weighty in _files_in(folder, "auto") if not weighty]
-    return _digest_of(folder, found, sampled=False, remember=False)
+    return _digest_of(folder, found, remember=False)
 
 
 def _digest_of(
-    folder: Path, found: list[tuple[Path, bool]], *, sampled: bool, remember: bool
+    folder: Path, found: list[tuple[Path, bool]], *, sampled: bool = False, remember: bool = True
 ) -> str:
     large = [path for path, weighty in found if weighty or path.stat().st_size > _SMALL_BYTES]
     digests = dict(

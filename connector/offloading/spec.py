@@ -94,7 +94,7 @@ class NoTiers(OffloadingManager):
 
 
 class NoCopies(OffloadingWorker):
-    """The worker of an engine with `NoTiers` that must not even make vLLM's host tier."""
+    """The worker of an engine with `NoTiers`. It does not make vLLM's host tier."""
 
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
@@ -155,17 +155,8 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
 
     def _make_manager(self, note: dict[str, Any]) -> OffloadingManager:
         refusal = note.get("refusal", "")
-        if note.get("rows") is False:
+        if note.get("tiers") is False:
             logger.warning("kvlake: this engine is served by no tier, because %s", refusal)
-            return NoTiers()
-        if note.get("prefixes") is False:
-            # vLLM's host tier would load prefixes, too.
-            logger.warning(
-                "kvlake: this engine is served by no tier, because %s; its workers have taken "
-                "cpu_bytes_to_use of host memory all the same; start it without the connector",
-                refusal,
-            )
-            unlink_region(self.config.engine_id)
             return NoTiers()
         preempted_are_new = note.get("preempted_are_new") is True
         if refusal:
@@ -192,15 +183,14 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
         from vllm.platforms import current_platform
 
         vllm_config = get_current_vllm_config()
-        specs = layer_specs_of(vllm_config)
-        num_groups, per_chunk = len(self.config.groups), self.blocks_per_chunk
-        reason = eligibility.host_tier_rows_unsupported_reason(
-            vllm_config, num_groups
-        ) or eligibility.host_tier_chunks_unsupported_reason(vllm_config, specs, per_chunk)
+        per_chunk = self.blocks_per_chunk
+        reason = no_tier_reason(vllm_config, len(self.config.groups), per_chunk)
         if self.config.parallel.rank == 0:
             tokens = self.config.groups[0].tokens_per_block
             note: dict[str, Any] = (
-                {"refusal": reason, "rows": False} if reason else identity_note(vllm_config, tokens)
+                {"refusal": reason, "tiers": False}
+                if reason
+                else identity_note(vllm_config, tokens)
             )
             note["events"] = _events(vllm_config)
             note["preempted_are_new"] = bool(vllm_config.use_v2_model_runner)
@@ -226,11 +216,19 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
         return HostCopyWorker(kv_caches, region, per_chunk, canonical=canonical, several=several)
 
 
+def no_tier_reason(vllm_config: Any, num_groups: int, blocks_per_chunk: int) -> str:
+    """Why not even vLLM's host tier can serve an engine, or nothing."""
+    specs = layer_specs_of(vllm_config)
+    return (
+        eligibility.prefix_unsupported_reason(vllm_config, specs)
+        or eligibility.host_tier_rows_unsupported_reason(vllm_config, num_groups)
+        or eligibility.host_tier_chunks_unsupported_reason(vllm_config, specs, blocks_per_chunk)
+    )
+
+
 def identity_note(vllm_config: Any, block_tokens: int) -> dict[str, Any]:
     """The first worker's note for the scheduler: an identity, or a refusal and its reason."""
     specs = layer_specs_of(vllm_config)
-    if reason := eligibility.prefix_unsupported_reason(vllm_config, specs):
-        return {"refusal": reason, "prefixes": False}
     if reason := (
         eligibility.fault_tolerance_unsupported_reason(vllm_config)
         or speculation_unsupported_reason(vllm_config)

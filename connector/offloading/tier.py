@@ -14,6 +14,7 @@ import os
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
@@ -61,10 +62,12 @@ if TYPE_CHECKING:
         ReqContext,
         ScheduleEndContext,
     )
+    from vllm.v1.kv_offload.config import OffloadingConfig
     from vllm.v1.kv_offload.tiering.base import TransferJob
 
     from connector.client import SidecarSession
     from connector.export import ExportedMemory
+    from connector.offloading.staging import Rows
 
 TOPOLOGY: Final = "offloading"
 """Chunks hold the parts of all ranks."""
@@ -137,6 +140,23 @@ def _hit_source() -> Any:
     return CacheHitSource.HOST
 
 
+def _attach_message(config: OffloadingConfig, row_namespace: bytes) -> Callable[..., Attach]:
+    """`Attach` with what both roles of this engine have in common."""
+    return partial(
+        Attach,
+        version=PROTOCOL_VERSION,
+        engine_id=str(config.engine_id),
+        rank=0,
+        world_size=1,
+        topology=TOPOLOGY,
+        namespace=row_namespace,
+        block_tokens=BLOCK_TOKENS,
+        blocks_per_chunk=1,
+        pid=os.getpid(),
+        model=served_as(config.model.name, config.model.name),
+    )
+
+
 class KVLakeTier(SecondaryTierManager):
     """A tier that is shared with other engines, and outlives this one.
 
@@ -186,12 +206,9 @@ class KVLakeTier(SecondaryTierManager):
             group.group_id: group.tokens_per_block * config.cache.blocks_per_chunk
             for group in config.groups
         }
-        self._namespace = namespace_of(config, namespace, self._row_bytes)
-        self._model = served_as(config.model.name, config.model.name)
-        self._engine_id = str(config.engine_id)
-        self._wants_events = bool(config.enable_kv_cache_events)
-        self.names = ChunkNames(self._namespace, remembers=self._wants_events)
-        self._clock = time.monotonic
+        wants_events = bool(config.enable_kv_cache_events)
+        row_namespace = namespace_of(config, namespace, self._row_bytes)
+        self.names = ChunkNames(row_namespace, remembers=wants_events)
         self._request_params = RequestParamsReader(unsupported=CONNECTOR_ONLY)
         self._requests: dict[str, _Request] = {}
         self._offloaded = OffloadedRequests(preempted_are_new=preempted_are_new)
@@ -200,49 +217,39 @@ class KVLakeTier(SecondaryTierManager):
         self._tiers = TierEvents()
         self.events = NamedEvents(self.names.owner, self.names.of_start)
         self._next_id = 1
-        self._sockets = sockets_of(socket)
+        attach = _attach_message(config, row_namespace)
+        scheduler = attach(
+            role=Role.SCHEDULER,
+            want_events=wants_events,
+            events_endpoint=events_endpoint,
+            events_replay=events_replay,
+        )
+        sockets = sockets_of(socket)
+        self.client = Client(sockets, lambda: Attempt(scheduler))
         # Before the first request, so that a running sidecar serves that too.
         wait_seconds = option({"attach_seconds": attach_seconds}, "attach_seconds", 2.0)
-        attempt = Attempt(
-            self._attach(
-                Role.SCHEDULER,
-                want_events=self._wants_events,
-                events_endpoint=events_endpoint,
-                events_replay=events_replay,
-            )
-        )
-        self.client = Client(self._sockets, lambda: attempt)
-        attached = self.client.wait_attached(wait_seconds)
-        self._worker_seconds = wait_seconds if attached else 0.0
+        if not self.client.wait_attached(wait_seconds):
+            wait_seconds = 0.0
+        self._staging = self._make_staging(region, attach, sockets, wait_seconds)
+
+    def _make_staging(
+        self,
+        region: Rows,
+        attach: Callable[..., Attach],
+        sockets: tuple[str, ...],
+        wait_seconds: float,
+    ) -> Staging:
+        def connect(make_attempt: Callable[[], Attempt]) -> Client:
+            client = Client(sockets, make_attempt)
+            client.wait_attached(wait_seconds)
+            return client
+
+        def describe(memory: ExportedMemory, shared: Memory) -> Attach:
+            layout = memory.layout
+            return attach(role=Role.WORKER, segment=layout.segment, layout=layout, memory=shared)
+
         num_rows = max(STAGING_ROWS_MIN, min(len(region), STAGING_BYTES // self._row_bytes))
-        self._staging = Staging(
-            region, num_rows, lambda memory: WorkerRole(memory, self._worker, self._describe)
-        )
-
-    def _worker(self, make_attempt: Callable[[], Attempt]) -> Client:
-        client = Client(self._sockets, make_attempt)
-        client.wait_attached(self._worker_seconds)
-        return client
-
-    def _attach(self, role: Role, **parts: Any) -> Attach:
-        return Attach(
-            version=PROTOCOL_VERSION,
-            role=role,
-            engine_id=self._engine_id,
-            rank=0,
-            world_size=1,
-            topology=TOPOLOGY,
-            namespace=self._namespace,
-            block_tokens=BLOCK_TOKENS,
-            blocks_per_chunk=1,
-            pid=os.getpid(),
-            model=self._model,
-            **parts,
-        )
-
-    def _describe(self, memory: ExportedMemory, shared: Memory) -> Attach:
-        layout = memory.layout
-        return self._attach(Role.WORKER, segment=layout.segment, layout=layout, memory=shared)
+        return Staging(region, num_rows, lambda memory: WorkerRole(memory, connect, describe))
 
     # --- lookup --------------------------------------------------------------------------------
 
@@ -300,12 +307,12 @@ class KVLakeTier(SecondaryTierManager):
             return
         request.reading.update(keys)
         request.lookups.append((session, lookup_id))
-        deadline = self._clock() + wait_ms / 1000
+        deadline = time.monotonic() + wait_ms / 1000
         self._reads[lookup_id] = _Read(request_id, keys, deadline, session)
 
     def _reads_ended(self) -> None:
         """End reads past their deadline or of another session."""
-        now, session = self._clock(), self.client.session
+        now, session = time.monotonic(), self.client.session
         for lookup_id, read in list(self._reads.items()):
             if now >= read.deadline or read.session is not session:
                 self._read_ended(lookup_id)

@@ -102,11 +102,11 @@ class TestFolders:
         path = write_weights(tmp_path) / "model.safetensors"
         whole = path.read_bytes()
         digests = {folder_digest(tmp_path, sampled=True)}
-        segment_sources = (0, 4, 8, 9, 60, len(whole) - 3000, len(whole) - 1)
-        for cut in segment_sources:
-            path.write_bytes(whole[:cut])
+        lengths = (0, 4, 8, 9, 60, len(whole) - 3000, len(whole) - 1)
+        for length in lengths:
+            path.write_bytes(whole[:length])
             digests.add(folder_digest(tmp_path, sampled=True))
-        assert len(digests) == len(segment_sources) + 1
+        assert len(digests) == len(lengths) + 1
 
     @pytest.mark.parametrize(
         "head", [b"\xff" * 8, struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 4) + b"{x:}"]

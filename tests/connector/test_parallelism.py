@@ -99,7 +99,9 @@ def test_mla_is_one_head_that_every_rank_holds() -> None:
         engine = engine_of(MLA, tp_size)
         assert engine.refusal == ""
         for rank in range(tp_size):
-            assert engine.groups[0].segment(engine.cut, Place(0, rank)) == Segment(0, LAYERS, 0, 1)
+            assert engine.groups[0].segment(engine.parallel_layout, Place(0, rank)) == Segment(
+                0, LAYERS, 0, 1
+            )
         message = engine.attach(Role.SCHEDULER, 0)
         assert message.num_segments == 1
         assert message.world_size == message.replicas == tp_size
@@ -125,8 +127,8 @@ def test_layers_are_cut_over_stages() -> None:
         own = [f"layer.{stage}"]
         for tensor in range(2):
             place = Place(stage, tensor)
-            assert engine.cut.number(place) == len(found)
-            found.append(engine.cut.segment(own, 2, place))
+            assert engine.parallel_layout.number(place) == len(found)
+            found.append(engine.parallel_layout.segment(own, 2, place))
     assert found == [Segment(layer, 1, head, 1) for layer in range(LAYERS) for head in range(2)]
     message = engine.attach(Role.SCHEDULER, 0)
     assert (message.world_size, message.num_segments, message.topology) == (4, 4, "pp2tp2")
@@ -151,10 +153,10 @@ def test_stages_of_mla_hold_copies_of_their_own_layers() -> None:
     assert engine.refusal == ""
     message = engine.attach(Role.SCHEDULER, 0)
     assert (message.world_size, message.num_segments, message.topology) == (8, 2, "pp2tp1")
-    segment = engine.cut.segment(["layer.1"], 1, Place(1, 3), latent=True)
+    segment = engine.parallel_layout.segment(["layer.1"], 1, Place(1, 3), latent=True)
     assert segment == Segment(1, 1, 0, 1)
     # Copies are ranks in a row, as the sidecar takes them.
-    assert engine.cut.number(Place(1, 3)) // message.replicas == 1
+    assert engine.parallel_layout.number(Place(1, 3)) // message.replicas == 1
 
 
 def test_the_cache_of_a_model_is_the_same_over_any_stages() -> None:
