@@ -1,7 +1,7 @@
-"""LoRA adapters whose files change: nothing of one is loaded or stored under the name of another.
+"""LoRA adapters whose files change: KV of one is never loaded or stored as that of another.
 
-vLLM reads an adapter's folder at times that nobody tells the scheduler: before the first request
-(`add_lora`), and again, once it gave the adapter up for others (`max_cpu_loras`).
+vLLM reads an adapter's folder at times that the scheduler does not know: before the first
+request (`add_lora`), and again after it dropped the adapter for others (`max_cpu_loras`).
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def adapted(make: Callable[..., Engine], tmp_path: Path, request: pytest.Fixture
 
 @pytest.mark.promise("adapters")
 class TestFilesThatChange:
-    def test_an_adapter_that_stays_is_cached(self, adapted: Adapted) -> None:
-        """Also where vLLM gave it up and read it again."""
+    def test_an_unchanged_adapter_is_cached(self, adapted: Adapted) -> None:
+        """Also if vLLM dropped it and read it again."""
         assert adapted.run(adapted.x)[1]
         assert adapted.run(adapted.y)[1]
         adapted.engine.forget()
@@ -113,7 +113,7 @@ class TestFilesThatChange:
     def test_files_that_are_replaced_before_a_step_that_reads_them(
         self, adapted: Adapted, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Of a request that runs: what it computes from then on is another adapter's."""
+        """A running request computes with another adapter from then on."""
         engine = adapted.engine
         assert adapted.run(adapted.x)[1]
         assert adapted.run(adapted.y)[1]
@@ -126,10 +126,8 @@ class TestFilesThatChange:
         assert "vLLM loaded other files for lora_int_id 1" in caplog.text
         engine.check_idle()
 
-    def test_what_goes_on_from_the_kv_of_before_under_another_number(
-        self, adapted: Adapted
-    ) -> None:
-        """vLLM's own prefix cache knows name and path alone."""
+    def test_kv_of_the_old_files_under_another_number(self, adapted: Adapted) -> None:
+        """vLLM's own prefix cache knows only name and path."""
         assert adapted.run(adapted.x)[1]
         write(adapted.folder, b"2")
         # Nobody knows what computed this.
@@ -143,7 +141,9 @@ class TestFilesThatChange:
         adapted.engine.forget()
         assert adapted.run(again, OTHER)[0] == CACHED
 
-    def test_files_that_go(self, adapted: Adapted, caplog: pytest.LogCaptureFixture) -> None:
+    def test_files_that_are_deleted(
+        self, adapted: Adapted, caplog: pytest.LogCaptureFixture
+    ) -> None:
         assert adapted.run(adapted.x)[1]
         path = adapted.folder / "adapter_model.safetensors"
         content = path.read_bytes()
@@ -158,8 +158,8 @@ class TestFilesThatChange:
 
 @pytest.mark.promise("adapters")
 class TestLoadedBeforeTheFirstRequest:
-    def test_from_these_files(self, adapted: Adapted) -> None:
-        """The first request is computed, for nobody knows yet what vLLM has."""
+    def test_same_files(self, adapted: Adapted) -> None:
+        """The first request is computed: it is not known yet what vLLM has loaded."""
         adapted.run(adapted.x)
         other = LoRARequest("x", 5, str(adapted.folder))
         adapted.engine.add_lora(other)
@@ -168,8 +168,8 @@ class TestLoadedBeforeTheFirstRequest:
         adapted.engine.forget()
         assert adapted.run(other)[0] == CACHED
 
-    def test_from_others(self, adapted: Adapted, caplog: pytest.LogCaptureFixture) -> None:
-        """What another engine stored with the new files is not for what has the old ones."""
+    def test_other_files(self, adapted: Adapted, caplog: pytest.LogCaptureFixture) -> None:
+        """Chunks of the new files are not for an engine with the old ones."""
         write(adapted.folder, b"2")
         assert adapted.run(adapted.x)[1]
         other = LoRARequest("x", 5, str(adapted.folder))
@@ -183,8 +183,8 @@ class TestLoadedBeforeTheFirstRequest:
         adapted.engine.forget()
         assert adapted.run(other, OTHER) == (0, set())
 
-    def test_from_others_that_were_told_of(self, adapted: Adapted) -> None:
-        """Other requests ran between, so that the scheduler knows before the first one."""
+    def test_other_files_that_were_reported(self, adapted: Adapted) -> None:
+        """Other requests ran between, so the scheduler knows before the first one."""
         adapted.engine.add_lora(adapted.x)
         write(adapted.folder, b"2")
         adapted.run(None)
@@ -208,11 +208,11 @@ class TestLoadedBeforeTheFirstRequest:
         assert adapted.run(adapted.x)[0] == CACHED
 
 
-class TestWhatAWorkerSays:
-    def test_vllms_own_manager_is_heard(
+class TestWorkerReports:
+    def test_loads_of_vllms_managers_are_noticed(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The one function that loads, of both managers."""
+        """Both managers load with the same function."""
         monkeypatch.setattr(LRUCacheWorkerLoRAManager.__mro__[1], "_load_adapter", lambda *_: "it")
         loaded, again = LoadedAdapters(), LoadedAdapters()
         for _ in range(2):
@@ -240,8 +240,8 @@ class TestWhatAWorkerSays:
         assert loaded.take() == {(1, UNKNOWN, False): 1}
         assert not loaded.holds(1, files_of(folder))
 
-    def test_a_number_of_two_adapters_is_of_neither(self, tmp_path: Path) -> None:
-        """Also once the first is back: what was computed between is in blocks of its requests."""
+    def test_a_number_of_two_adapters_holds_neither(self, tmp_path: Path) -> None:
+        """Also once the first is back: blocks of its requests hold KV of the other."""
         folder = tmp_path / "a"
         loaded = LoadedAdapters()
         for content in (b"1", b"2", b"1"):
@@ -250,7 +250,7 @@ class TestWhatAWorkerSays:
         assert loaded.take() == {(1, UNKNOWN, False): 1}
         assert not loaded.holds(1, files_of(folder))
 
-    def test_files_that_settled_are_not_read_again(
+    def test_settled_files_are_not_read_again(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         lora = LoRARequest("a", 1, str(write(tmp_path / "a", b"1")))
@@ -288,18 +288,18 @@ class TestWhatAWorkerSays:
             assert adapters.of(lora) is None
         assert caplog.text.count("another path") == 2
 
-    def test_how_the_files_are_read_counts(self) -> None:
+    def test_the_way_files_are_read_is_part_of_the_identity(self) -> None:
         two, three = (SimpleNamespace(is_3d_lora_weight=each) for each in (False, True))
         assert files_identity("x", two) != files_identity("x", three)
 
-    def test_a_report_of_adapters_alone_is_one(self) -> None:
+    def test_a_report_of_adapters_is_not_empty(self) -> None:
         one = StepReport(adapters={(1, "x", False): 1})
         assert not one.empty
         assert one.add(one).adapters == {(1, "x", False): 2}
 
 
-def test_the_clock_of_files_is_that_of_the_system(tmp_path: Path) -> None:
-    """What was changed before `SETTLED_SECONDS` has settled."""
+def test_file_stamps_use_the_system_clock(tmp_path: Path) -> None:
+    """A change is settled after `SETTLED_SECONDS`."""
     settled = places.find("stamps_settled").value
     stamps = read_adapter(str(write(tmp_path / "a", b"1"))).stamps
     now = time.time()

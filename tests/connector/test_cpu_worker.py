@@ -1,4 +1,4 @@
-"""Copies between a CPU engine's cache and vLLM's host tier, in both layouts of the latter."""
+"""Copies between a CPU engine's cache and vLLM's host tier, in both of its layouts."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def done(worker: HostCopyWorker, job_id: int) -> int:
     return int(result.transfer_size)
 
 
-def test_blocks_come_back_where_they_are_wanted(engine_id: str) -> None:
+def test_blocks_are_loaded_into_other_blocks(engine_id: str) -> None:
     tensors = [cache(1), cache(2)]
     worker = HostCopyWorker(
         caches_of(tensors, [[0, 1]]), region(engine_id), PER_CHUNK, canonical=False
@@ -94,8 +94,8 @@ def test_blocks_come_back_where_they_are_wanted(engine_id: str) -> None:
 
 
 @pytest.mark.promise("offloading-groups")
-def test_groups_and_chunks_that_begin_in_the_middle(engine_id: str) -> None:
-    """Groups take rows of their own, one after the other, and write only their own layers."""
+def test_groups_and_jobs_that_begin_within_a_chunk(engine_id: str) -> None:
+    """Rows of groups follow each other, and each group writes only its own layers."""
     tensors = [cache(3), cache(4)]
     worker = HostCopyWorker(
         caches_of(tensors, [[0], [1]]), region(engine_id), PER_CHUNK, canonical=False
@@ -120,7 +120,7 @@ def test_groups_and_chunks_that_begin_in_the_middle(engine_id: str) -> None:
 
 @pytest.mark.promise("offloading-canonical")
 def test_ranks_make_canonical_pages_together(engine_id: str) -> None:
-    """Two ranks with half of the heads each; what they store, one rank alone loads."""
+    """Two ranks with half of the heads each store what a single rank loads."""
     tokens = 16
     row = PAGE // tokens
 
@@ -161,7 +161,7 @@ def test_ranks_make_canonical_pages_together(engine_id: str) -> None:
         reader.cleanup()
 
 
-def test_ranks_with_the_same_bytes_take_turns(engine_id: str) -> None:
+def test_ranks_with_the_same_bytes_share_the_work(engine_id: str) -> None:
     run = CopyRun(0, 0, PAGE, 1, PAGE, PAGE)
     mapping = CanonicalPageMapping(PAGE, PAGE, (run,), 2, 1, True)
     worker = HostCopyWorker(
@@ -180,10 +180,10 @@ def step(*, computes: bool) -> ForwardContext:
     return ForwardContext(no_compile_layers={}, attn_metadata=metadata, slot_mapping={})
 
 
-def test_workers_that_compute_nothing_leave_their_cores_to_the_sidecar(
+def test_idle_workers_leave_their_cores_to_the_sidecar(
     engine_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They sleep, where another would only repeat the step; one that has a copy waits for that."""
+    """They sleep instead of repeating the step; one with a copy waits for that."""
     pauses: list[float] = []
     monkeypatch.setattr(time, "sleep", pauses.append)
     for several in (False, True):
@@ -207,7 +207,7 @@ def test_workers_that_compute_nothing_leave_their_cores_to_the_sidecar(
     worker.shutdown()
 
 
-def test_a_load_that_a_step_waits_for_waits_for_no_other_copy(engine_id: str) -> None:
+def test_an_expedited_load_waits_for_no_other_copy(engine_id: str) -> None:
     tensor = cache(1)
     worker = HostCopyWorker(
         caches_of([tensor], [[0]]), region(engine_id), PER_CHUNK, canonical=False

@@ -1,4 +1,4 @@
-"""Engines that are served without the cache: what `connector.identity.eligibility` says of them."""
+"""Engines that are served without the cache, and the reasons."""
 
 from __future__ import annotations
 
@@ -76,25 +76,23 @@ class TestRefused:
             "prefill_context_parallel_size",
         ],
     )
-    def test_parallelism(self, model: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    def test_context_parallel(
+        self, model: Path, name: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
         def change(config: Any, _: Any) -> None:
             setattr(config.parallel_config, name, 2)
 
         assert f"{name}=2 is not supported" in reason_of(model, change, caplog)
 
     @pytest.mark.promise("refuse-retries")
-    def test_steps_that_fail_and_are_tried_again(
-        self, model: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_fault_tolerance(self, model: Path, caplog: pytest.LogCaptureFixture) -> None:
         def change(config: Any, _: Any) -> None:
             config.parallel_config.enable_fault_tolerance = True
 
         assert "enable_fault_tolerance" in reason_of(model, change, caplog)
 
     @pytest.mark.promise("refuse-experts")
-    def test_answers_with_the_experts_of_each_token(
-        self, model: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_routed_experts(self, model: Path, caplog: pytest.LogCaptureFixture) -> None:
         def change(config: Any, _: Any) -> None:
             config.aux_output_config.enable_return_routed_experts = True
 
@@ -102,16 +100,14 @@ class TestRefused:
 
     @pytest.mark.promise("refuse-nodes")
     def test_ranks_on_several_nodes(self, model: Path, caplog: pytest.LogCaptureFixture) -> None:
-        """Each would attach to the sidecar of its own node, and no chunk ever be whole."""
+        """Each rank would attach to the sidecar of its own node, and no chunk be complete."""
 
         def change(config: Any, _: Any) -> None:
             config.parallel_config.nnodes = 2
 
         assert "ranks are on 2 nodes" in reason_of(model, change, caplog)
 
-    def test_ranks_that_schedule_for_themselves(
-        self, model: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_external_launcher(self, model: Path, caplog: pytest.LogCaptureFixture) -> None:
         def change(config: Any, _: Any) -> None:
             config.parallel_config.world_size = 2
             config.parallel_config.distributed_executor_backend = "external_launcher"
@@ -122,7 +118,7 @@ class TestRefused:
     def test_ranks_that_ray_places_on_several_nodes(
         self, model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """With a double of Ray, which says where it placed what."""
+        """With a double of Ray's placement table."""
         table = {
             "bundles": {0: {"GPU": 1.0}, 1: {"GPU": 1.0}, 2: {"CPU": 1.0}},
             "bundles_to_node_id": {0: "here", 1: "there", 2: "elsewhere"},
@@ -159,24 +155,22 @@ class TestRefused:
 
 
 class TestPrefixes:
-    """Models that cannot go on from the KV of a prefix, of which vLLM asks all the same."""
+    """Models that cannot continue from a prefix, though vLLM asks the connector."""
 
     @pytest.mark.promise("refuse-prefixless")
-    def test_prompts_that_are_attended_to_as_a_whole(
-        self, model: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_prefix_lm(self, model: Path, caplog: pytest.LogCaptureFixture) -> None:
         def change(*_: Any) -> Any:
             return kv_cache_config(specs=[replace(spec_of(), non_causal=True)])
 
         assert "Prefix-LM" in reason_of(model, change, caplog)
 
     @pytest.mark.promise("refuse-prefixless")
-    def test_what_was_generated_is_read_through_a_window(self, model: Path) -> None:
+    def test_r_swa(self, model: Path) -> None:
         spec = spec_of(RSWASpec, rswa_window=64)
         assert "R-SWA" in prefix_unsupported_reason(vllm_config(model), [spec])
 
     @pytest.mark.promise("refuse-prefixless")
-    def test_machines_whose_attention_cannot(
+    def test_cpu_attention_without_prefixes(
         self, model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         config = vllm_config(model)
@@ -193,14 +187,14 @@ class TestPrefixes:
         [("MEAN", False), ("CLS", False), ("STEP", False), ("LAST", True), ("ALL", True)],
     )
     def test_pooling_of_a_whole_prompt(self, model: Path, pooling: Any, cached: bool) -> None:
-        """Its forward pass raises where a part was not computed, and with it the engine ends."""
+        """Its forward pass raises if a part was not computed, which ends the engine."""
         config = vllm_config(model)
         config.model_config.pooler_config = PoolerConfig(pooling_type=pooling)
         assert (pooling in prefix_unsupported_reason(config, [spec_of()])) != cached
 
     @pytest.mark.promise("refuse-diffusion")
     def test_diffusion(self, model: Path, caplog: pytest.LogCaptureFixture) -> None:
-        """A request may emit tokens whose KV is of a canvas that was not committed."""
+        """A request may emit tokens whose KV is not final."""
 
         def change(config: Any, _: Any) -> None:
             # Not from the start: on CPUs vLLM itself refuses such a model.
@@ -241,8 +235,8 @@ class TestPrefixes:
         assert ("VLLM_BATCH_INVARIANT" in prefix_unsupported_reason(config, [spec_of()])) != cached
 
 
-class TestRanksThatAreNotServed:
-    """What only a worker can know ends the scheduler's part with the first step."""
+class TestRefusedByRanks:
+    """A reason that only a worker knows ends the scheduler's part with the first step."""
 
     def replaced(self, engine: Engine, *numbers: int) -> None:
         """Have these ranks refuse: layers with pages of several sizes are one group of theirs."""
@@ -263,7 +257,7 @@ class TestRanksThatAreNotServed:
         caplog: pytest.LogCaptureFixture,
         refusing: tuple[int, ...],
     ) -> None:
-        """vLLM shows its scheduler one layer of such a group; the workers see all, and say it."""
+        """vLLM shows its scheduler one layer of such a group; workers see all and report it."""
         engine = make(ranks=2)
         self.replaced(engine, *refusing)
         caplog.clear()
@@ -283,8 +277,8 @@ class TestRanksThatAreNotServed:
         engine.check_idle()
 
     @pytest.mark.promise("refuse-unshared-memory")
-    def test_what_is_under_way_ends(self, make: Callable[..., Engine]) -> None:
-        """A load, a read of the store, and requests that wait for another engine."""
+    def test_requests_in_flight_end(self, make: Callable[..., Engine]) -> None:
+        """A load, a read of the store, and a request that waits for another engine."""
         engine = make(ranks=2)
         engine.run(request_of("earlier", PROMPT, max_tokens=1))
         engine.forget()
@@ -309,7 +303,7 @@ class TestRanksThatAreNotServed:
         engine.check_idle()
 
     @pytest.mark.promise("refuse-unshared-memory")
-    def test_memory_that_cannot_be_shared_again_after_a_sleep(
+    def test_memory_that_cannot_be_shared_after_sleep_mode(
         self, make: Callable[..., Engine], caplog: pytest.LogCaptureFixture
     ) -> None:
         engine = make(ranks=2)
@@ -333,10 +327,10 @@ class TestRanksThatAreNotServed:
         engine.check_idle()
 
     @pytest.mark.promise("refuse-sleep")
-    def test_one_that_is_refused_sleeps_and_wakes_as_any(
+    def test_a_refused_engine_sleeps_and_wakes(
         self, make: Callable[..., Engine], caplog: pytest.LogCaptureFixture
     ) -> None:
-        """vLLM tells every connector of it."""
+        """vLLM notifies every connector."""
         engine = make()
         self.replaced(engine, 0)
         (rank,) = engine.ranks
@@ -353,13 +347,13 @@ class TestRanksThatAreNotServed:
         assert not rank.client.sent_of(Submit)
         engine.check_idle()
 
-    def test_a_sidecar_that_does_not_answer_holds_up_no_step(
+    def test_a_sidecar_that_does_not_answer_delays_no_step(
         self,
         make: Callable[..., Engine],
         short_directory: Path,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """The thread that attaches waits for the answer, and the step not for the thread."""
+        """The attaching thread waits for the answer; the step does not wait for the thread."""
         engine = make()
         attempt = Attempt(engine.connector._engine.attach(Role.SCHEDULER, 0))  # noqa: SLF001 (its public names are vLLM's)
         path = str(short_directory / "attach.sock")
@@ -381,14 +375,14 @@ class TestRanksThatAreNotServed:
         client.thread.join()
 
     @pytest.mark.promise("batch-invariant")
-    def test_caching_that_vllm_turned_off_in_its_worker(
+    def test_prefix_caching_that_vllm_turned_off_in_a_worker(
         self,
         make: Callable[..., Engine],
         model: Path,
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        """A worker's process has a configuration of its own, and there the backend is chosen."""
+        """The backend is chosen in the worker's process, which has its own configuration."""
         engine = make()
         config = vllm_config(model, prefix_caching=False)
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
@@ -421,7 +415,7 @@ class TestRanksThatAreNotServed:
         assert engine.client.closed
         engine.check_idle()
 
-    def test_memory_that_the_system_does_not_share(
+    def test_memory_that_the_kernel_does_not_share(
         self,
         make: Callable[..., Engine],
         monkeypatch: pytest.MonkeyPatch,
@@ -453,7 +447,7 @@ class TestRanksThatAreNotServed:
 
 @pytest.mark.promise("offloading-windows")
 @pytest.mark.skipif(SINCE_VLLM_0_33, reason="before vLLM 0.33")
-def test_chunks_of_several_blocks_that_windows_leave_in_part(model: Path) -> None:
+def test_chunks_that_windows_leave_partly_written(model: Path) -> None:
     config, full = vllm_config(model), spec_of()
     window = spec_of(SlidingWindowSpec, sliding_window=64)
     local = spec_of(ChunkedLocalAttentionSpec, attention_chunk_size=4 * BLOCK_TOKENS)

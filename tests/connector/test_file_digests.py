@@ -1,4 +1,4 @@
-"""Digests of whole files: each version is read once, and what is remembered may be wrong."""
+"""Digests of whole files: each version is read once, and the cache may be damaged."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_file_is_read_once(tmp_path: Path, cache: Path, read: list[Path]) -> N
 
 @pytest.mark.promise("weights")
 def test_a_changed_file_is_read_again(tmp_path: Path, cache: Path, read: list[Path]) -> None:
-    """Also where its size and time of modification were kept."""
+    """Also if its size and modification time are the same."""
     path = write(tmp_path / "1")
     first = digests_of([path])
     status = path.stat()
@@ -65,7 +65,7 @@ def test_a_changed_file_is_read_again(tmp_path: Path, cache: Path, read: list[Pa
     assert cache.is_dir()
 
 
-def test_one_that_was_changed_just_now_is_not_remembered(
+def test_a_file_changed_just_now_is_not_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: list[Path]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -74,7 +74,7 @@ def test_one_that_was_changed_just_now_is_not_remembered(
     assert len(read) == 2
 
 
-def test_of_several_that_start_together_one_reads(
+def test_of_processes_that_start_together_one_reads(
     tmp_path: Path, cache: Path, read: list[Path]
 ) -> None:
     path = write(tmp_path / "1")
@@ -86,7 +86,7 @@ def test_of_several_that_start_together_one_reads(
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b'{"a": 1}', b"\xff"])
-def test_what_is_remembered_may_be_damaged(
+def test_a_damaged_cache_is_ignored(
     tmp_path: Path, cache: Path, read: list[Path], content: bytes
 ) -> None:
     path = write(tmp_path / "1")
@@ -96,7 +96,9 @@ def test_what_is_remembered_may_be_damaged(
     assert len(read) == 2
 
 
-def test_a_folder_of_others_is_not_trusted(tmp_path: Path, cache: Path, read: list[Path]) -> None:
+def test_a_folder_that_others_may_write_is_not_trusted(
+    tmp_path: Path, cache: Path, read: list[Path]
+) -> None:
     path = write(tmp_path / "1")
     first = digests_of([path])
     place = cache / "weights.json"
@@ -132,7 +134,7 @@ def test_a_file_that_changes_while_it_is_read_has_no_digest(
     assert not (cache / "weights.json").exists()
 
 
-def test_long_reads_are_told(
+def test_long_reads_are_logged(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     places.patch(monkeypatch, "LONG_BYTES", 1)

@@ -134,8 +134,8 @@ def coordinator_hit(
 
 @pytest.mark.promise("recurrent", "windows-mixed")
 @pytest.mark.parametrize("seed", range(12))
-def test_a_hit_is_the_one_that_vllm_would_find(specs: list[KVCacheSpec], seed: int) -> None:
-    """For any blocks that can be loaded, the same hit as if the engine held them itself."""
+def test_a_hit_equals_that_of_vllms_coordinator(specs: list[KVCacheSpec], seed: int) -> None:
+    """The same hit as if the engine held the loadable blocks itself."""
     chooser = random.Random(seed)
     tokens = [chooser.randrange(400) for _ in range(chooser.randrange(20, 420))]
     rate = chooser.choice([0.5, 0.8, 0.95, 1.0])
@@ -175,7 +175,7 @@ def test_a_chunk_is_no_longer_than_what_is_still_read(
 @pytest.mark.promise("chunked-local", "windows-alone")
 @pytest.mark.parametrize("length", [32, 64, 65, 100, 129, 160, 256, 257, 300])
 def test_host_hit(engine: Engine, length: int) -> None:
-    """All that the tokens to come still read is loaded, and read by the model that checks it."""
+    """Everything that later tokens read is loaded, and the model checks it."""
     step = lcm(*(spec.block_size for spec in engine.specs))
     states = [spec for spec in engine.specs if isinstance(spec, MambaSpec)]
     if length % step == 0 and states and CHECKPOINTED not in states:
@@ -194,7 +194,7 @@ def windowed(engine: Engine) -> bool:
 
 
 def test_next_turn_and_a_branch(engine: Engine) -> None:
-    """What was generated is found by the next turn, and a shared head by another request."""
+    """The next turn finds generated tokens; another request finds a shared head."""
     first = engine.run(request_of("first", prompt_of(150, 1), max_tokens=90))
     engine.forget()
     turn = [*first.all_token_ids, *prompt_of(60, 2)]
@@ -209,7 +209,7 @@ def test_next_turn_and_a_branch(engine: Engine) -> None:
     engine.check_idle()
 
 
-def test_behind_the_engines_own_hit(engine: Engine) -> None:
+def test_hit_behind_the_engines_own(engine: Engine) -> None:
     prompt = prompt_of(300, 4)
     engine.run(request_of("first", prompt, max_tokens=1))
     engine.forget()
@@ -219,8 +219,8 @@ def test_behind_the_engines_own_hit(engine: Engine) -> None:
     engine.check_idle()
 
 
-def test_chunks_that_a_hit_cannot_do_without(engine: Engine) -> None:
-    """Without the end of one group's window the hit is shorter, and right."""
+def test_a_missing_chunk_shortens_the_hit(engine: Engine) -> None:
+    """Without the end of one group's window the hit is shorter and correct."""
     prompt = prompt_of(320, 5)
     engine.run(request_of("first", prompt, max_tokens=1))
     chooser = random.Random(6)
@@ -232,8 +232,8 @@ def test_chunks_that_a_hit_cannot_do_without(engine: Engine) -> None:
     engine.check_idle()
 
 
-def test_hit_of_the_store(engine: Engine) -> None:
-    """One lookup asks for what every group lacks; what it brings is then loaded."""
+def test_object_store_hit(engine: Engine) -> None:
+    """One lookup asks for what every group lacks, which is then loaded."""
     prompt = prompt_of(300, 7)
     engine.run(request_of("first", prompt, max_tokens=1))
     engine.forget()
@@ -280,7 +280,7 @@ def test_aborted_while_loading(engine: Engine) -> None:
 def test_random_conversations_in_a_small_cache(
     tmp_path: Path, specs: list[KVCacheSpec], ranks: int
 ) -> None:
-    """Preemption, eviction, shared heads, stores under way: nothing wrong is ever read."""
+    """Preemption, eviction, shared heads, stores in flight: no wrong KV is read."""
     engine = Engine(
         write_model(tmp_path),
         specs=specs,
@@ -307,7 +307,7 @@ def test_random_conversations_in_a_small_cache(
         SimpleNamespace(block_size=16),
     ],
 )
-def test_kinds_that_are_not_known_are_not_taken_for_others(spec: Any) -> None:
+def test_unknown_kinds_have_no_attention(spec: Any) -> None:
     assert attention_of(spec) is None
 
 
@@ -315,7 +315,7 @@ def test_kinds_that_are_not_known_are_not_taken_for_others(spec: Any) -> None:
 def test_a_model_with_an_unknown_group_is_served_without_the_cache(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Every call of vLLM's is answered, and one line says why nothing is cached."""
+    """Every call of vLLM is answered, and one log line gives the reason."""
     config = vllm_config(write_model(tmp_path))
     specs = [spec_of(), spec_of(SinkFullAttentionSpec, sink_len=4)]
     groups = kv_cache_config(specs=specs)

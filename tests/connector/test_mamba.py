@@ -1,6 +1,6 @@
-"""Recurrent layers: which of their states are stored, what makes states different, what is refused.
+"""Recurrent layers: which states are stored, what makes states differ, what is refused.
 
-What a hit needs of them, and that no wrong state is ever read, is in `test_groups.py`.
+`test_groups.py` shows what a hit needs of them, and that no wrong state is read.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def engine(make: Callable[..., Engine]) -> Engine:
 
 @pytest.mark.promise("divergent-hits")
 @pytest.mark.parametrize("divergent", [False, True])
-def test_a_state_that_only_the_tiers_have(
+def test_a_state_that_only_the_tiers_hold(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, divergent: bool
 ) -> None:
     """Of a prompt whose attention vLLM still has: why its divergent hits are not used.
@@ -100,13 +100,13 @@ def chunks_sent(engine: Engine) -> int:
 class TestStores:
     @pytest.mark.promise("recurrent")
     def test_states_are_stored_where_steps_ended(self, make: Callable[..., Engine]) -> None:
-        """One for a step of many blocks, vLLM makes no others, and one at the end of a prompt."""
+        """One for a step of many blocks, because vLLM makes no others, and one at the end."""
         engine = make(specs=SPECS, batch_tokens=128)
         request = engine.run(request_of("a", PROMPT, max_tokens=30))
         assert stored(engine, list(request.all_token_ids)) == [128, 256, 288, 304, 320]
         engine.check_idle()
 
-    def test_by_default_vllm_hands_over_those_at_ends_of_prompts_alone(
+    def test_by_default_vllm_reports_only_states_at_ends_of_prompts(
         self, make: Callable[..., Engine]
     ) -> None:
         engine = make(specs=SPECS, batch_tokens=128, retention=0)
@@ -119,7 +119,7 @@ class TestStores:
         engine.check_idle()
 
     @pytest.mark.parametrize("retention", [0, None])
-    def test_a_third_branch_finds_where_two_parted(
+    def test_a_third_branch_hits_where_two_parted(
         self, make: Callable[..., Engine], retention: int | None
     ) -> None:
         """vLLM stops where the second one parts, in the middle of a chunk of attention."""
@@ -134,8 +134,8 @@ class TestStores:
         engine.check_idle()
 
     @pytest.mark.promise("recurrent-block-end")
-    def test_of_a_prompt_that_ends_with_a_block(self, engine: Engine) -> None:
-        """The same prompt again needs the state before its last block, a longer one that behind."""
+    def test_a_prompt_that_ends_with_a_block(self, engine: Engine) -> None:
+        """The same prompt needs the state before its last block, a longer one that behind it."""
         engine.run(request_of("a", PROMPT[:64], max_tokens=1))
         engine.forget()
         engine.run(request_of("longer", PROMPT[:100], max_tokens=1))
@@ -146,8 +146,8 @@ class TestStores:
         engine.run(request_of("again", PROMPT[:64], max_tokens=1))
         assert engine.computed["again"] == 64 - 48
 
-    def test_a_full_run_without_its_state_is_no_hit(self, engine: Engine) -> None:
-        """Nothing is loaded that ends where the recurrent layers would start from nothing."""
+    def test_attention_without_its_state_is_no_hit(self, engine: Engine) -> None:
+        """Nothing is loaded that ends where the recurrent layers have no state."""
         engine.run(request_of("a", PROMPT, max_tokens=1))
         for key in state_keys(engine, PROMPT):
             engine.sidecar.evict(key)
@@ -158,10 +158,8 @@ class TestStores:
 
     @pytest.mark.promise("recurrent")
     @pytest.mark.parametrize("lost", ["states", "everything"])
-    def test_what_vllm_holds_and_the_sidecar_lost_is_stored_again(
-        self, engine: Engine, lost: str
-    ) -> None:
-        """With the attention up to there; vLLM itself hands a state over once."""
+    def test_states_that_the_sidecar_lost_are_stored_again(self, engine: Engine, lost: str) -> None:
+        """With the attention up to there; vLLM reports a state only once."""
         engine.run(request_of("a", PROMPT, max_tokens=1))
         states = state_keys(engine, PROMPT)
         for key in list(engine.sidecar.parts):
@@ -189,7 +187,7 @@ class TestStores:
         pinned = {key for key, group in zip(pin.keys, pin.groups, strict=True) if group == 1}
         assert pinned == set(state_keys(engine, PROMPT)[2:4])
 
-    def test_what_is_handed_over_has_its_state(
+    def test_a_prompt_for_another_engine_has_its_state(
         self, make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         told: list[Any] = []
@@ -223,7 +221,7 @@ class TestNamespaces:
         description: dict[str, Any] = json.loads(served.groups[1].namespace)
         return description
 
-    def test_whatever_makes_a_state_another_is_in_it(self, model: Path) -> None:
+    def test_all_that_changes_a_state_is_in_the_namespace(self, model: Path) -> None:
         first = state_of()
         others = [
             replace(first, shapes=((3, 8), (2, 4, 8))),
@@ -235,7 +233,7 @@ class TestNamespaces:
         assert len(set(found)) == len(found)
 
     @pytest.mark.promise("recurrent-other-tp")
-    def test_engines_that_are_cut_otherwise_share_none(self, model: Path) -> None:
+    def test_engines_with_other_ranks_share_no_states(self, model: Path) -> None:
         assert self.of(model, state_of()) != self.of(model, state_of(), ranks=2)
 
     def test_a_state_is_not_taken_for_attention(self, model: Path) -> None:
@@ -243,8 +241,8 @@ class TestNamespaces:
 
 
 @pytest.mark.promise("padded-pages")
-def test_a_state_is_copied_as_it_is_and_nothing_beside_it() -> None:
-    """Views as vLLM makes them: pages as large as those of attention, which states fill partly."""
+def test_only_the_state_of_a_padded_page_is_copied() -> None:
+    """Views as vLLM makes them: pages as large as those of attention, partly filled by states."""
     page_bytes, layers, blocks = 4096, 3, 5
     spec = state_of(page_size_padded=page_bytes)
     with MemfdAllocation() as allocation:
@@ -286,7 +284,7 @@ def test_a_state_is_copied_as_it_is_and_nothing_beside_it() -> None:
 @pytest.mark.parametrize(
     ("blocks", "expected"), [([16, 32], 256), ([528], 528), ([160, 160], 320), ([96], 288)]
 )
-def test_a_chunk_is_some_whole_blocks_of_any_size(blocks: list[int], expected: int) -> None:
+def test_a_chunk_is_whole_blocks_of_any_size(blocks: list[int], expected: int) -> None:
     """vLLM makes the blocks of such models as large as a state."""
     assert whole_blocks(256, blocks) == expected
 
@@ -316,7 +314,7 @@ def reason(model: Path, caplog: pytest.LogCaptureFixture, specs: Any, change: An
         ([spec_of(), state_of(64)], "blocks of 16, 64 tokens"),
     ],
 )
-def test_what_is_not_safe_is_refused(
+def test_unsafe_modes_are_refused(
     model: Path, caplog: pytest.LogCaptureFixture, specs: Any, said: str
 ) -> None:
     assert said in reason(model, caplog, specs)

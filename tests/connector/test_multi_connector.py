@@ -1,8 +1,9 @@
-"""Beside other connectors in vLLM's `MultiConnector`: what they load, or fail to, and we store.
+"""Beside other connectors in vLLM's `MultiConnector`: what they load or fail to load, and kvlake
+stores.
 
 On vLLM's own scheduler and its own wrapper. The other connector is `others.LoadingConnector`, which
-loads at once or while a request waits. Whatever becomes of it, what lies in the tiers under a key
-is byte for byte what the model computes for the tokens of that key.
+loads at once or while a request waits. In any case the tiers hold under a key exactly
+the bytes that the model computes for the tokens of that key.
 """
 
 from __future__ import annotations
@@ -100,8 +101,8 @@ def told(request: Request) -> list[int]:
     return list(request.all_token_ids)
 
 
-class TestWhileARequestWaits:
-    def test_what_came_is_stored(self, make: Callable[..., Engine]) -> None:
+class TestLoadsWhileARequestWaits:
+    def test_loaded_kv_is_stored(self, make: Callable[..., Engine]) -> None:
         engine = beside(make, waits=True)
         request = engine.add(request_of("a", PROMPT, max_tokens=1))
         engine.step()
@@ -112,8 +113,8 @@ class TestWhileARequestWaits:
         assert stored_tokens(engine, PROMPT) == CACHED
         engine.check_idle()
 
-    def test_of_one_that_is_aborted_nothing_is_stored(self, make: Callable[..., Engine]) -> None:
-        """vLLM counts tokens as computed that the other connector has yet to load."""
+    def test_an_aborted_request_stores_nothing(self, make: Callable[..., Engine]) -> None:
+        """vLLM counts tokens as computed before the other connector has loaded them."""
         engine = beside(make, waits=True)
         request = engine.add(request_of("a", PROMPT, max_tokens=1))
         engine.step()
@@ -124,8 +125,8 @@ class TestWhileARequestWaits:
         assert stored_tokens(engine, PROMPT) == 0
         engine.check_idle()
 
-    def test_one_that_is_preempted_and_then_aborted(self, make: Callable[..., Engine]) -> None:
-        """What it had computed before is no word on what it waits for now."""
+    def test_preempted_and_then_aborted(self, make: Callable[..., Engine]) -> None:
+        """What it computed before does not count for what it waits for now."""
         engine = beside(make)
         LoadingConnector.offered_tokens = 0
         engine.sidecar.detach()
@@ -157,8 +158,8 @@ class TestWhileARequestWaits:
         assert stored_tokens(engine, PROMPT) == CACHED
         engine.check_idle()
 
-    def test_what_another_failed_to_load_is_computed(self, make: Callable[..., Engine]) -> None:
-        """vLLM has it reserve its blocks twice then, and would never begin a load of ours."""
+    def test_kv_that_another_did_not_load_is_computed(self, make: Callable[..., Engine]) -> None:
+        """vLLM reserves its blocks twice then, and would never begin a load of kvlake's."""
         engine = beside(make, waits=True, num_blocks=30)
         LoadingConnector.offered_tokens = 0
         engine.run(request_of("earlier", PROMPT, max_tokens=1))
@@ -178,8 +179,8 @@ class TestWhileARequestWaits:
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-class TestAtOnce:
-    def test_what_came_is_stored(self, make: Callable[..., Engine], stages: int) -> None:
+class TestLoadsWithinAStep:
+    def test_loaded_kv_is_stored(self, make: Callable[..., Engine], stages: int) -> None:
         engine = beside(make, stages=stages)
         engine.run(request_of("a", PROMPT, max_tokens=3))
         assert engine.computed["a"] == len(PROMPT) - OFFERED + 2
@@ -187,10 +188,10 @@ class TestAtOnce:
         engine.check_idle()
 
     @pytest.mark.parametrize("max_tokens", [1, 5])
-    def test_what_did_not_come_is_not_stored(
+    def test_kv_that_was_not_loaded_is_not_stored(
         self, make: Callable[..., Engine], stages: int, max_tokens: int
     ) -> None:
-        """vLLM says so after the step, whose stores are on their way by then, and computes it."""
+        """vLLM reports it after the step, when stores are in flight, and computes it."""
         engine = beside(make, fails=True, stages=stages, batch_tokens=96)
         request = engine.add(request_of("a", PROMPT, max_tokens=max_tokens))
         other = engine.add(request_of("b", prompt_of(200, 3), max_tokens=5))
@@ -205,10 +206,10 @@ class TestAtOnce:
         assert stored_tokens(engine, again, told(request), told(other)) == 80
         engine.check_idle()
 
-    def test_who_shares_its_blocks_stores_them_no_more_than_it(
+    def test_requests_that_share_its_blocks_do_not_store_them(
         self, make: Callable[..., Engine], stages: int
     ) -> None:
-        """vLLM's prefix cache has them as soon as they are to be loaded, and keeps them after."""
+        """vLLM's prefix cache has them before they are loaded, and keeps them afterwards."""
         engine = beside(make, fails=True, stages=stages)
         requests = [
             engine.add(request_of(name, [*PROMPT, *tail], max_tokens=4))
@@ -232,7 +233,7 @@ class TestAtOnce:
 
 
 def test_requests_that_vllm_fails_store_nothing(make: Callable[..., Engine]) -> None:
-    """With another policy than `recompute`, and one that shares what the first failed to load."""
+    """With another policy than `recompute`; a second request shares what the first did not load."""
     engine = beside(make, fails=True, failure_policy="fail")
     requests = [engine.add(request_of(name, PROMPT, max_tokens=4)) for name in "ab"]
     engine.finish(*requests)
@@ -241,8 +242,8 @@ def test_requests_that_vllm_fails_store_nothing(make: Callable[..., Engine]) -> 
     engine.check_idle()
 
 
-class TestWhatBecomesOfFailedLoads:
-    """vLLM does what the outermost connector's configuration says, and shows that to no child."""
+class TestFailurePolicy:
+    """The outer connector's configuration decides, and vLLM does not show it to a child."""
 
     def test_nothing_is_loaded_where_that_would_fail_requests(
         self, make: Callable[..., Engine], caplog: pytest.LogCaptureFixture
@@ -257,14 +258,14 @@ class TestWhatBecomesOfFailedLoads:
         assert engine.computed["b"] == len(PROMPT)
         engine.check_idle()
 
-    def test_where_it_computes_them_nothing_is_said(
+    def test_nothing_is_logged_where_loads_are_recomputed(
         self, make: Callable[..., Engine], caplog: pytest.LogCaptureFixture
     ) -> None:
         caplog.set_level("INFO")
         make(others=["EmptyConnector"])
         assert "kv_load_failure_policy" not in caplog.text
 
-    def test_an_only_connector_says_it_itself(
+    def test_a_lone_connector_sets_the_policy(
         self, model: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         caplog.set_level("INFO", "vllm.kvlake")
@@ -276,8 +277,8 @@ class TestWhatBecomesOfFailedLoads:
         assert "is set to 'recompute'" in caplog.text
 
 
-def test_an_engine_of_ours_alone_does_not_wait(make: Callable[..., Engine]) -> None:
-    """With the first step's stores, for others that might fail: there are none."""
+def test_a_lone_connector_stores_in_the_first_step(make: Callable[..., Engine]) -> None:
+    """It need not wait for loads of other connectors."""
     engine = make()
     engine.add(request_of("a", PROMPT, max_tokens=9))
     engine.step()

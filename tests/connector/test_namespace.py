@@ -1,4 +1,4 @@
-"""What a namespace is made of: equal for equal weights, different for anything else."""
+"""What a namespace consists of: equal for equal weights, different for anything else."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class TestFolders:
         assert folder_digest(one) == folder_digest(other)
         assert model_identity(str(one), None, None) == model_identity(str(other), "main", None)
 
-    def test_only_files_are_called_as_they_are_served(self, tmp_path: Path) -> None:
+    def test_only_models_in_folders_have_a_display_name(self, tmp_path: Path) -> None:
         place = str(write_weights(tmp_path / "one"))
         assert served_as(place, "llama") == "llama"
         assert served_as(place, "a\nb" + "x" * 300) == "x" * 256
@@ -68,7 +68,7 @@ class TestFolders:
         # Its namespace has the name.
         assert served_as("org/model", "llama") == ""
 
-    def test_other_weights_under_one_path_are_another(self, tmp_path: Path) -> None:
+    def test_other_weights_under_one_path_are_another_model(self, tmp_path: Path) -> None:
         before = folder_digest(write_weights(tmp_path, fill=1))
         after = folder_digest(write_weights(tmp_path, fill=2))
         assert before != after
@@ -84,7 +84,7 @@ class TestFolders:
 
     @pytest.mark.promise("weights")
     def test_every_byte_counts(self, tmp_path: Path) -> None:
-        """As of an embedding of which some rows were patched in place."""
+        """For example an embedding with some rows patched in place."""
         path = write_weights(tmp_path) / "model.safetensors"
         full, sampled = folder_digest(tmp_path), folder_digest(tmp_path, sampled=True)
         change(path, path.stat().st_size - sum(TENSORS.values()))
@@ -111,7 +111,7 @@ class TestFolders:
     @pytest.mark.parametrize(
         "head", [b"\xff" * 8, struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 4) + b"{x:}"]
     )
-    def test_what_is_no_safetensors_file_is_hashed_as_it_is(
+    def test_an_invalid_safetensors_file_is_sampled_as_opaque(
         self, tmp_path: Path, head: bytes
     ) -> None:
         (tmp_path / "model.safetensors").write_bytes(head + b"data")
@@ -125,8 +125,8 @@ class TestFolders:
 
     @pytest.mark.promise("weights")
     @pytest.mark.parametrize("load_format", ["pt", "npcache", "tensorizer", "somebodys"])
-    def test_what_the_load_format_loads_counts(self, tmp_path: Path, load_format: str) -> None:
-        """And not the safetensors files that lie beside it."""
+    def test_files_of_the_load_format_count(self, tmp_path: Path, load_format: str) -> None:
+        """The safetensors files beside them do not."""
         write_weights(tmp_path)
         names = {"pt": "x.pt", "npcache": "x.bin", "tensorizer": "model.tensors"}
         if load_format in names:
@@ -141,9 +141,7 @@ class TestFolders:
         assert model_identity(str(tmp_path), None, None) == safetensors
         assert model_identity(str(tmp_path), None, None, load_format="mistral") == safetensors
 
-    def test_arrays_that_vllm_once_made_of_weights_count_in_their_place(
-        self, tmp_path: Path
-    ) -> None:
+    def test_arrays_of_npcache_count_instead_of_weights(self, tmp_path: Path) -> None:
         def of() -> dict[str, str]:
             return model_identity(str(tmp_path), None, None, load_format="npcache")
 
@@ -159,8 +157,8 @@ class TestFolders:
         (tmp_path / "np" / "w").write_bytes(b"b" * 5000)
         assert of() != made
 
-    def test_weights_in_a_folder_of_their_own(self, tmp_path: Path) -> None:
-        """As the audio encoder of Kimi-Audio."""
+    def test_weights_in_a_subfolder(self, tmp_path: Path) -> None:
+        """Such as the audio encoder of Kimi-Audio."""
         before = folder_digest(write_weights(tmp_path))
         write_weights(tmp_path / "whisper-large-v3", fill=1)
         one = folder_digest(tmp_path)
@@ -171,7 +169,7 @@ class TestFolders:
     def test_weights_from_other_places(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Ultravox names the models that its encoder and its language model are taken from."""
+        """Ultravox names the models from which its encoder and language model are loaded."""
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         model = write_weights(tmp_path / "model")
 
@@ -242,7 +240,7 @@ class TestFilesBesideTheWeights:
         (tmp_path / name).write_text("{}")
         assert adapter_identity(str(tmp_path)) != before
 
-    def test_their_order_and_names_are_those_of_the_files(self, tmp_path: Path) -> None:
+    def test_names_of_files_count(self, tmp_path: Path) -> None:
         """The same contents under each other's names are other weights."""
         one, other = write_weights(tmp_path / "a", fill=1), write_weights(tmp_path / "b", fill=2)
         for folder, names in ((one, ("1", "2")), (other, ("2", "1"))):
@@ -278,7 +276,7 @@ class TestFilesBesideTheWeights:
             "lora/adapter_config.json",
         ],
     )
-    def test_those_that_change_no_kv_do_not(self, tmp_path: Path, name: str) -> None:
+    def test_files_that_change_no_kv_do_not_count(self, tmp_path: Path, name: str) -> None:
         write_weights(tmp_path)
         before = [folder_digest(tmp_path, sampled=sampled) for sampled in (False, True)]
         path = tmp_path / name
@@ -287,14 +285,14 @@ class TestFilesBesideTheWeights:
         assert [folder_digest(tmp_path, sampled=sampled) for sampled in (False, True)] == before
 
     def test_an_adapter_is_one_file_of_a_format(self, tmp_path: Path) -> None:
-        """vLLM takes names of its own, so safetensors of another name do not stand in for them."""
+        """vLLM expects certain names, so safetensors with another name do not replace them."""
         (tmp_path / "other.safetensors").write_bytes(b"s" * 100)
         (tmp_path / "adapter_model.bin").write_bytes(b"1" * 100)
         before = adapter_identity(str(tmp_path))
         (tmp_path / "adapter_model.bin").write_bytes(b"2" * 100)
         assert adapter_identity(str(tmp_path)) != before
 
-    def test_a_folder_of_too_much_is_refused(
+    def test_a_folder_with_too_many_files_is_refused(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         write_weights(tmp_path)
@@ -352,7 +350,7 @@ class TestNames:
         assert adapter_identity(str(one)) != adapter_identity(str(other))
 
     @pytest.mark.promise("adapters")
-    def test_an_adapter_in_the_users_home_is_its_files(
+    def test_an_adapter_in_the_home_folder_is_its_files(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("HOME", str(tmp_path))
@@ -365,7 +363,7 @@ class TestNames:
     def test_an_adapter_of_a_hub_is_its_only_snapshot(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Whichever vLLM may have loaded, and whenever: there is no other."""
+        """vLLM cannot have loaded another one."""
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
         repository = tmp_path / "models--org--x"
         snapshot = write_weights(repository / "snapshots" / ("a" * 40))
@@ -468,7 +466,7 @@ def namespace(
 
 
 class TestAdapters:
-    def test_one_for_the_text_of_a_model_of_media_is_not_applied_before_033(
+    def test_adapters_for_text_of_multimodal_models_before_033(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         text = SimpleNamespace(
@@ -527,13 +525,13 @@ class TestNamespace:
             {"media": {"mm_encoder_attn_dtype": "fp8"}},
         ],
     )
-    def test_whatever_changes_the_bytes_is_in_it(
+    def test_all_that_changes_the_bytes_is_in_it(
         self, tmp_path: Path, changes: dict[str, Any]
     ) -> None:
         write_weights(tmp_path)
         assert namespace(tmp_path, **changes) != namespace(tmp_path)
 
-    def test_tensors_may_be_elsewhere(self, tmp_path: Path) -> None:
+    def test_tensorizer_weights_in_another_place(self, tmp_path: Path) -> None:
         write_weights(tmp_path)
         (tmp_path / "model.tensors").write_bytes(b"a" * 5000)
 
@@ -596,7 +594,7 @@ class TestNamespace:
     @pytest.mark.promise("engine-settings")
     @pytest.mark.parametrize("nested", [False, True])
     def test_long_rope_is_scaled_by_the_longest_context(self, tmp_path: Path, nested: bool) -> None:
-        """vLLM takes the long factors for all positions where `max_model_len` is long."""
+        """vLLM uses the long factors for all positions if `max_model_len` is long."""
         write_weights(tmp_path)
         rope: dict[str, Any] = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
         rope = {"full_attention": rope} if nested else rope
@@ -608,8 +606,8 @@ class TestNamespace:
         assert namespace(tmp_path, max_model_len=131072) == namespace(tmp_path)
 
     @pytest.mark.promise("engine-settings")
-    def test_a_function_that_overrides_is_what_it_makes(self, tmp_path: Path) -> None:
-        """Its name may mean another one tomorrow, and its address is another in each process."""
+    def test_an_override_function_is_the_configuration_it_makes(self, tmp_path: Path) -> None:
+        """Its name may mean another one tomorrow, and its address differs between processes."""
         write_weights(tmp_path)
 
         def to_overridden(config: Any) -> Any:
@@ -627,7 +625,7 @@ class TestNamespace:
         (other / "config.json").write_text('{"rope_theta": 6}')
         assert namespace(tmp_path, hf_config_path=str(other)) != before
 
-    def test_blocks_of_another_size_share_where_they_can_be_made_of_each_other(
+    def test_block_sizes_that_can_be_converted_share(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         write_weights(tmp_path)
@@ -652,12 +650,12 @@ class TestNamespace:
         places.patch(monkeypatch, "encoding_of", unknown)
         assert of(32) != of(64)
 
-    def test_cpu_bytes_are_named_by_how_the_kernels_pack_them(self, tmp_path: Path) -> None:
+    def test_the_cpu_encoding_names_how_kernels_pack(self, tmp_path: Path) -> None:
         spec = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=64, dtype=torch.bfloat16)
         assert encoding_of(config_of(tmp_path), 32, spec).startswith("cpu-")
 
 
-def test_on_a_gpu_the_encoding_names_what_picks_the_kernels(
+def test_the_gpu_encoding_names_what_selects_the_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     capability = SimpleNamespace(major=9, minor=0)

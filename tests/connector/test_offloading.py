@@ -2,7 +2,7 @@
 
 Everything of vLLM between two forward passes is real, and so is the KV memory; the forward pass
 writes into the slot of each token a number that says what all tokens up to it were, and reads those
-before it. So a block that was reused too early, or a load that did not come, is an assertion here.
+before it. So a block that is reused too early, or a load that does not arrive, fails an assertion.
 """
 
 # pyright: reportPrivateUsage=false
@@ -273,8 +273,8 @@ def test_chunks_of_several_blocks(model: Path, sidecar: SidecarProcess) -> None:
 
 
 @pytest.mark.promise("streaming-input")
-def test_streaming_input_is_stored_until_it_goes_on(model: Path, sidecar: SidecarProcess) -> None:
-    """From then on vLLM takes blocks of one place for those of another (0.33 does not)."""
+def test_streaming_input_is_stored_until_it_continues(model: Path, sidecar: SidecarProcess) -> None:
+    """From then on vLLM mixes up its blocks (0.33 does not)."""
     tokens = prompt(300)
     with engine_of(model, sidecar) as engine:
         for host_tier in (False, True):
@@ -298,7 +298,7 @@ def test_streaming_input_is_stored_until_it_goes_on(model: Path, sidecar: Sideca
 
 
 @pytest.mark.promise("streaming-input")
-def test_streaming_input_that_was_preempted_before_it_goes_on(
+def test_streaming_input_that_was_preempted_before_it_continues(
     model: Path, sidecar: SidecarProcess
 ) -> None:
     tokens, salt = prompt(300), f"stream-{secrets.token_hex(4)}"
@@ -319,10 +319,10 @@ def test_streaming_input_that_was_preempted_before_it_goes_on(
 
 
 @pytest.mark.promise("offloading-reset")
-def test_what_runs_while_vllm_resets_what_it_offloaded_is_stored_no_more(
+def test_requests_that_run_during_a_reset_store_no_more(
     model: Path, sidecar: SidecarProcess
 ) -> None:
-    """It goes on with what it computed before: with other weights, perhaps."""
+    """They continue with KV from before, perhaps of other weights."""
     tokens = prompt(100)
     with engine_of(model, sidecar) as engine:
         request = engine.add(request_of("a", tokens, max_tokens=60))
@@ -340,7 +340,7 @@ def test_what_runs_while_vllm_resets_what_it_offloaded_is_stored_no_more(
 
 @pytest.mark.promise("offloading-reset")
 def test_requests_that_a_reset_preempted_are_loaded(model: Path, sidecar: SidecarProcess) -> None:
-    """Of these vLLM would load at once, and fails over it."""
+    """vLLM would load them in the same step, which ends the engine."""
     tokens = prompt(100)
     with engine_of(model, sidecar) as engine:
         request = engine.add(request_of("a", tokens, max_tokens=60))
@@ -358,7 +358,7 @@ def test_requests_that_a_reset_preempted_are_loaded(model: Path, sidecar: Sideca
 def test_requests_that_a_reset_preempted_before_their_first_chunk_are_loaded(
     model: Path, sidecar: SidecarProcess
 ) -> None:
-    """Of the first preemption it goes on without a look: nothing tells that it runs again."""
+    """After the first preemption it continues without a lookup, which is not reported."""
     with engine_of(model, sidecar, block_size=64) as engine:
         request = engine.add(request_of("a", prompt(20), max_tokens=100))
         connector: Any = engine.scheduler.connector
@@ -370,10 +370,10 @@ def test_requests_that_a_reset_preempted_before_their_first_chunk_are_loaded(
         assert request.num_output_tokens == 100
 
 
-def test_what_was_preempted_is_stored_where_vllm_schedules_it_as_new(
+def test_preempted_requests_that_are_scheduled_as_new_are_stored(
     model: Path, sidecar: SidecarProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As its second model runner has it, which wants Triton: a double of what is told of it."""
+    """As with vLLM's second model runner, which needs Triton: the note says so."""
 
     def leave(engine_id: str, note: dict[str, Any]) -> None:
         assert note["preempted_are_new"] is False
@@ -394,7 +394,7 @@ def test_what_was_preempted_is_stored_where_vllm_schedules_it_as_new(
 
 @pytest.mark.promise("offloading-spec")
 def test_random_lives_in_a_small_cache(model: Path, sidecar: SidecarProcess) -> None:
-    """Preemptions, aborts and reused blocks, with stores and loads under way."""
+    """Preemptions, aborts and reused blocks, with stores and loads in flight."""
     chooser = random.Random(5)
     stems = [[chooser.randrange(3) for _ in range(length)] for length in (48, 100, 130)]
     with engine_of(model, sidecar, num_blocks=24) as engine:
@@ -430,10 +430,8 @@ def test_no_file_outlives_the_start(model: Path, sidecar: SidecarProcess) -> Non
         assert isinstance(engine.manager.secondary_tiers[-1].tier_type, str)
 
 
-def test_an_engine_that_nothing_tells_from_others(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """vLLM's own tier still works, and one line says why there is no other."""
+def test_an_engine_without_an_identity(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM's own tier works, and one log line says why there is no other."""
     folder = write_model(tmp_path)
     (folder / "model.safetensors").unlink()
     engine = Engine(folder, "/nowhere/attach.sock", attach_seconds=0)
@@ -448,8 +446,8 @@ def test_an_engine_that_nothing_tells_from_others(
 
 
 @pytest.mark.promise("media-not-hashed")
-def test_images_that_vllm_only_counts(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its blocks do not tell which of them hold an image, so none leaves vLLM's own tier."""
+def test_images_that_vllm_does_not_hash(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A tier cannot tell which blocks hold an image, so none leaves vLLM's own tier."""
 
     unhashed = {"media_cache_gb": 0, "prefix_caching": False}
     engine = Engine(model, "/nowhere/attach.sock", configured=unhashed, attach_seconds=0)
@@ -459,10 +457,10 @@ def test_images_that_vllm_only_counts(model: Path, caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.promise("offloading-prefixless")
-def test_an_engine_that_cannot_go_on_from_a_prefix(
+def test_an_engine_that_cannot_continue_from_a_prefix(
     model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """vLLM's host tier would load it, too: a pooling engine ends at that."""
+    """vLLM's host tier would load it too, which ends a pooling engine."""
     engine = Engine(model, "/nowhere/attach.sock", attach_seconds=0, pooling="MEAN")
     try:
         assert "MEAN" in caplog.text
@@ -477,8 +475,8 @@ def test_an_engine_that_cannot_go_on_from_a_prefix(
 
 
 @pytest.mark.promise("unknown-options")
-def test_settings_that_nobody_reads(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """vLLM's own are not among them."""
+def test_unknown_settings(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM's own settings are known."""
     known: dict[str, Any] = {
         "blocks_per_chunk": 2,
         "eviction_policy": "arc",
@@ -497,7 +495,7 @@ def test_settings_that_nobody_reads(model: Path, caplog: pytest.LogCaptureFixtur
 def test_stages_of_different_numbers_of_layers(
     model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's host tier takes the parts of all workers to be alike, so it is not even made."""
+    """vLLM's host tier takes the parts of all workers to be alike, so it is not made."""
     monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "2,0")
     engine = Engine(model, "/nowhere/attach.sock", attach_seconds=0, configured={"stages": 2})
     try:
@@ -513,7 +511,7 @@ def test_stages_of_different_numbers_of_layers(
 
 
 @pytest.mark.promise("offloading-stages")
-def test_which_stages_are_alike(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_of_equal_numbers_of_layers(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refusal(num_groups: int = 1, **configured: Any) -> str:
         return host_tier_rows_unsupported_reason(vllm_config(model, **configured), num_groups)
 
@@ -527,7 +525,7 @@ def test_which_stages_are_alike(model: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.promise("offloading-prefix-match")
-def test_hits_within_a_block_are_of_vllms_own_tier(
+def test_hits_within_a_block_are_left_to_vllms_host_tier(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = vllm_config(model)
@@ -543,7 +541,7 @@ def test_hits_within_a_block_are_of_vllms_own_tier(
 
 @pytest.mark.promise("offloading-prefixless")
 def test_layers_that_attend_to_a_prompt_as_a_whole(model: Path) -> None:
-    """Only a worker knows the layers, and only there is it asked."""
+    """Only a worker knows the layers."""
     config = vllm_config(model)
     with set_current_vllm_config(config):
         for kind in (Attention, PrefillPrefixLMAttention):
@@ -557,10 +555,10 @@ def test_layers_that_attend_to_a_prompt_as_a_whole(model: Path) -> None:
 
 
 @pytest.mark.promise("offloading-recurrent")
-def test_states_of_other_dtypes_and_kernels_are_others(
+def test_states_of_other_dtypes_and_kernels_are_not_shared(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """float16 and bfloat16 are as many bytes, which is all that vLLM tells a tier of them."""
+    """float16 and bfloat16 have the same size, which is all that vLLM tells a tier."""
 
     def of(layout: str = "", drafts: int = 0, **changes: Any) -> str:
         ngrams = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 3}
@@ -592,7 +590,7 @@ def test_states_of_other_dtypes_and_kernels_are_others(
 
 @pytest.mark.promise("offloading-weights")
 def test_weights_that_are_replaced(model: Path, sidecar: SidecarProcess) -> None:
-    """Nothing of the old ones is loaded, and nothing of the new ones is in another engine."""
+    """KV of the old ones is not loaded, and KV of the new ones not shared."""
     tokens, other = prompt(200), prompt(200)
     with engine_of(model, sidecar) as first:
         assert first.run("a", tokens) == 0
@@ -619,7 +617,7 @@ def test_weights_that_are_replaced(model: Path, sidecar: SidecarProcess) -> None
 @pytest.mark.promise("offloading-adapters")
 @pytest.mark.parametrize("allowed", [False, True])
 def test_adapters_that_vllm_knows_by_their_path(model: Path, allowed: bool) -> None:
-    """vLLM's block hash of an adapter that was trained on in its folder is that of before."""
+    """vLLM's block hash does not change if an adapter is trained further in its folder."""
     config = vllm_config(model, adapters_by_path=allowed)
     config.lora_config = LoRAConfig(lora_dtype="bfloat16")
     note = identity_note(config, BLOCK_TOKENS)
@@ -631,7 +629,7 @@ def test_adapters_that_vllm_knows_by_their_path(model: Path, allowed: bool) -> N
 
 
 class TestNotes:
-    def test_is_taken_once(self) -> None:
+    def test_a_note_is_taken_once(self) -> None:
         name = secrets.token_hex(8)
         leave_note(name, {"identity": {"a": 1}})
         leave_note(name, {"identity": {"b": 2}})

@@ -61,8 +61,8 @@ def owned(subscriber: Subscriber, medium: str, prefix: str) -> dict[Any, Any]:
 
 
 @pytest.mark.promise("events-engine")
-def test_the_engine_is_followed_and_its_tiers_are_told_apart(model: Path, tmp_path: Path) -> None:
-    """GPU and vLLM's host tier as the engine says; kvlake's tiers as the sidecar does."""
+def test_the_engine_is_followed_and_its_tiers_are_distinct(model: Path, tmp_path: Path) -> None:
+    """GPU and vLLM's host tier from the engine; kvlake's tiers from the sidecar."""
     config = {**CONFIG, "events": {"enabled": True}}
     events = events_in(tmp_path)
     with (

@@ -218,7 +218,7 @@ def test_what_one_engine_stored_another_finds(sidecar: SidecarProcess) -> None:
 
 
 def test_longer_than_vllms_own_tier(sidecar: SidecarProcess) -> None:
-    """A hit is as long as vLLM's tier has room for, and what is stored is not."""
+    """A hit is limited by the room in vLLM's tier, and a store is not."""
     head, tail = words(CHUNKS - 4), words(CHUNKS - 4)
     with node(sidecar) as first:
         first.store("a", head)
@@ -232,7 +232,7 @@ def test_longer_than_vllms_own_tier(sidecar: SidecarProcess) -> None:
 
 @pytest.mark.promise("offloading-long-prompt")
 def test_a_prompt_that_vllms_own_tier_has_no_room_for(sidecar: SidecarProcess) -> None:
-    """Its head is a hit: each chunk more would push out another of them, and so on for ever."""
+    """Its head is a hit: each further chunk would evict another one of them."""
     prompt = words(CHUNKS + 10)
     with node(sidecar) as first:
         for name, end in (("a", CHUNKS - 4), ("b", len(prompt))):
@@ -249,8 +249,8 @@ def test_a_prompt_that_vllms_own_tier_has_no_room_for(sidecar: SidecarProcess) -
         assert first.find("d", prompt[:10]) == 10
 
 
-def test_what_is_carried_pushes_out_nothing_of_the_same_prompt(sidecar: SidecarProcess) -> None:
-    """The oldest of a full tier is the rest of a prompt of which a part is missing."""
+def test_carried_chunks_evict_none_of_the_same_prompt(sidecar: SidecarProcess) -> None:
+    """The oldest chunks of a full tier belong to a prompt of which a part is missing."""
     missing = 2
     prompt = words(CHUNKS - 4)
     with node(sidecar) as first:
@@ -274,7 +274,7 @@ def test_what_is_carried_pushes_out_nothing_of_the_same_prompt(sidecar: SidecarP
 
 
 @pytest.mark.promise("offloading-long-prompt")
-def test_what_others_pushed_out_before_it_was_loaded_is_carried_again(
+def test_chunks_evicted_before_their_load_are_carried_again(
     sidecar: SidecarProcess,
 ) -> None:
     prompt = words(5)
@@ -308,7 +308,7 @@ def test_other_engines_share_nothing(sidecar: SidecarProcess) -> None:
 
 
 @pytest.mark.promise("offloading-canonical")
-def test_canonical_pages_are_shared_by_all_cuts_of_a_model() -> None:
+def test_canonical_pages_are_shared_by_any_number_of_ranks() -> None:
     one = config_of("", canonical_layout=True, parallel={"tp_size": 1})
     two = config_of("", canonical_layout=True, parallel={"tp_size": 2})
     assert namespace_of(one, "n", ROW_BYTES) == namespace_of(two, "n", ROW_BYTES)
@@ -318,8 +318,8 @@ def test_canonical_pages_are_shared_by_all_cuts_of_a_model() -> None:
 
 
 @pytest.mark.promise("streaming-input")
-def test_nothing_is_stored_of_a_request_that_went_on(sidecar: SidecarProcess) -> None:
-    """vLLM mixes up its blocks then. Its own host tier has them all the same, and only that."""
+def test_a_request_that_continued_is_not_stored(sidecar: SidecarProcess) -> None:
+    """vLLM mixes up its blocks then; only vLLM's own host tier has them."""
     prompt = words(3)
     with node(sidecar) as first, node(sidecar) as second:
         context, keys = first.request("a", prompt)
@@ -338,7 +338,7 @@ def test_nothing_is_stored_of_a_request_that_went_on(sidecar: SidecarProcess) ->
 
 
 @pytest.mark.promise("offloading-params")
-def test_a_request_may_say_no(sidecar: SidecarProcess) -> None:
+def test_a_request_may_turn_the_cache_off(sidecar: SidecarProcess) -> None:
     prompt, secret = words(3), words(3)
     with node(sidecar) as first, node(sidecar) as second:
         first.store("a", prompt)
@@ -352,7 +352,7 @@ def test_a_request_may_say_no(sidecar: SidecarProcess) -> None:
 
 
 @pytest.mark.promise("offloading-params")
-def test_what_is_to_be_forgotten_is(sidecar: SidecarProcess) -> None:
+def test_chunks_with_a_ttl_are_forgotten(sidecar: SidecarProcess) -> None:
     prompt, kept = words(3), words(3)
     expired = sidecar.status()["counters"]["chunks_expired"]
     with node(sidecar) as first:
@@ -368,7 +368,7 @@ def test_what_is_to_be_forgotten_is(sidecar: SidecarProcess) -> None:
 
 
 @pytest.mark.promise("offloading-params")
-def test_what_a_tier_cannot_do_is_told(
+def test_params_that_a_tier_does_not_support_are_logged(
     sidecar: SidecarProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     prompt = words(3)
@@ -383,7 +383,7 @@ def test_what_a_tier_cannot_do_is_told(
 
 
 def test_reset_forgets(sidecar: SidecarProcess) -> None:
-    """Nothing from before is found, by this engine; nor is what still runs stored."""
+    """This engine finds nothing from before, and running requests are not stored."""
     prompt = words(3)
     with node(sidecar) as first, node(sidecar) as second:
         first.store("a", prompt)
@@ -478,8 +478,8 @@ def test_from_the_object_store(tmp_path: Path) -> None:
 
 
 @pytest.mark.promise("offloading-params")
-def test_what_a_request_keeps_from_the_store(tmp_path: Path) -> None:
-    """Of writing and of reading."""
+def test_a_request_may_leave_out_the_object_store(tmp_path: Path) -> None:
+    """For writing and for reading."""
     kept, written = words(3), words(4)
     place = tmp_path / "store"
     place.mkdir()
@@ -502,7 +502,7 @@ def test_what_a_request_keeps_from_the_store(tmp_path: Path) -> None:
 
 
 def test_from_the_object_store_alone(tmp_path: Path) -> None:
-    """What a request wants from there is brought once, and from then on is in host memory."""
+    """A chunk is read once for a request, and is in host memory from then on."""
     prompt = words(5)
     place = tmp_path / "store"
     place.mkdir()
@@ -524,7 +524,7 @@ def test_from_the_object_store_alone(tmp_path: Path) -> None:
         sidecar.wait("nothing is pinned", lambda status: not status["leases"])
 
 
-def test_a_tier_needs_a_name_for_what_it_holds() -> None:
+def test_a_tier_needs_a_namespace() -> None:
     spec = TieringOffloadingSpec(config_of("/nowhere", tier={"namespace": ""}))
     with pytest.raises(ValueError, match="namespace"):
         spec.get_manager()

@@ -1,5 +1,5 @@
-"""What is told of the chunks of vLLM's own offloading: to vLLM's publisher by `KVLakeTier`, and in
-the sidecar's own stream, read with vLLM's definitions. The sidecars are real."""
+"""KV events of chunks of vLLM's own offloading: from `KVLakeTier` to vLLM's publisher, and in the
+sidecar's own stream, read with vLLM's definitions. The sidecars are real."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ def keys_of(one: Node, prompt: list[str]) -> list[OffloadKey]:
 
 
 @pytest.mark.promise("events-offloading")
-def test_what_others_stored_is_told_when_it_is_asked_for(sidecar: SidecarProcess) -> None:
-    """What was there when the engine came, and what came later, in both tiers."""
+def test_chunks_of_others_are_published_when_looked_up(sidecar: SidecarProcess) -> None:
+    """What was there when the engine started, and what came later, in both tiers."""
     before, later, never = words(3), words(2), words(2)
     with node(sidecar) as other:
         other.store("a", before)
@@ -131,7 +131,7 @@ def test_what_others_stored_is_told_when_it_is_asked_for(sidecar: SidecarProcess
             assert not listener.removed
 
 
-def test_what_only_the_catalog_told_of_is_told(
+def test_chunks_from_the_catalog_are_published(
     sidecar: SidecarProcess, tmp_path: Path, bucket: Path
 ) -> None:
     prompt = words(3)
@@ -152,7 +152,7 @@ def test_what_only_the_catalog_told_of_is_told(
         listener.until_holds(CPU=keys, STORAGE=keys)
 
 
-def test_what_is_evicted_is_told_as_removed(tmp_path: Path, bucket: Path) -> None:
+def test_evicted_chunks_are_published_as_removed(tmp_path: Path, bucket: Path) -> None:
     small = {**CONFIG, "host": {"size": HELD_MAX}, "store": store_in(bucket)}
     prompt = words(3)
     with SidecarProcess(tmp_path / "s", small) as sidecar, node(sidecar) as first:
@@ -173,7 +173,7 @@ def test_what_is_evicted_is_told_as_removed(tmp_path: Path, bucket: Path) -> Non
 
 
 @pytest.mark.promise("events-offloading")
-def test_what_the_store_loses_is_told_as_removed(tmp_path: Path, bucket: Path) -> None:
+def test_chunks_that_the_store_loses_are_published_as_removed(tmp_path: Path, bucket: Path) -> None:
     bounds = {
         "objects_max": 4,
         "deadline_seconds_max": "2s",
@@ -193,7 +193,7 @@ def test_what_the_store_loses_is_told_as_removed(tmp_path: Path, bucket: Path) -
 
 
 @pytest.mark.promise("events-offloading")
-def test_after_a_reset_nothing_of_before_is_told(sidecar: SidecarProcess) -> None:
+def test_after_a_reset_nothing_from_before_is_published(sidecar: SidecarProcess) -> None:
     prompt = words(3)
     with node(sidecar) as first, node(sidecar) as other:
         listener = Listener(first)
@@ -232,13 +232,13 @@ def test_a_sidecar_that_is_gone_and_comes_back(tmp_path: Path, bucket: Path) -> 
 
 
 @pytest.mark.promise("events-offloading")
-def test_nothing_is_made_up(
+def test_events_have_no_tokens(
     sidecar: SidecarProcess,
     tmp_path: Path,
     bucket: Path,
     subscribe: Callable[[SidecarProcess], Subscriber],
 ) -> None:
-    """Nobody tells a tier which tokens are in a row, nor how many."""
+    """A tier does not know which tokens are in a row, nor how many."""
     prompt = words(3)
     follower = subscribe(sidecar)
     with node(sidecar) as first:

@@ -1,4 +1,4 @@
-"""What a manager of vLLM's tiers makes of requests, from what it is told of them."""
+"""What a manager of vLLM's tiers learns of requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def step(requests: OffloadedRequests, *new: str, preempted: tuple[str, ...] = ()
     requests.step(ScheduleEndContext(list(new), preempted))
 
 
-def test_one_that_goes_on_is_left_out_until_it_ends() -> None:
+def test_a_request_that_continues_is_excluded_until_it_ends() -> None:
     requests = requests_of("a", "b", "c")
     step(requests, "a", "b")
     assert not requests.excluded("a")
@@ -41,14 +41,14 @@ def test_one_that_goes_on_is_left_out_until_it_ends() -> None:
     requests.added("a")
     step(requests, "a")
     assert not requests.excluded("a")
-    # Of others it may be told, too.
+    # It may hear of unknown requests.
     requests.finished("nobody")
     step(requests, "nobody", preempted=("nobody",))
     assert not requests.excluded("nobody")
 
 
-def test_one_that_goes_on_after_a_preemption_is_left_out() -> None:
-    """vLLM's first model runner tells of no preempted request when it schedules that again."""
+def test_a_request_that_continues_after_a_preemption_is_excluded() -> None:
+    """vLLM's first model runner does not report a preempted request as new."""
     requests = requests_of("a")
     step(requests, "a")
     step(requests, preempted=("a",))
@@ -57,7 +57,7 @@ def test_one_that_goes_on_after_a_preemption_is_left_out() -> None:
     assert requests.excluded("a")
 
 
-def test_where_preempted_ones_are_scheduled_as_new_they_are_not_left_out() -> None:
+def test_preempted_requests_that_are_new_again_are_not_excluded() -> None:
     requests = requests_of("a", preempted_are_new=True)
     step(requests, "a")
     step(requests, preempted=("a",))
@@ -65,13 +65,13 @@ def test_where_preempted_ones_are_scheduled_as_new_they_are_not_left_out() -> No
     assert not requests.excluded("a")
     step(requests, "a")
     assert requests.excluded("a")
-    # What it is it remains.
+    # It stays excluded.
     step(requests, preempted=("a",))
     step(requests, "a")
     assert requests.excluded("a")
 
 
-def test_a_reset_leaves_out_what_has_kv() -> None:
+def test_a_reset_excludes_requests_with_kv() -> None:
     requests = requests_of("runs", "loads", "waits", "was preempted")
     step(requests, "runs", "was preempted")
     requests.loading("loads")
@@ -84,13 +84,13 @@ def test_a_reset_leaves_out_what_has_kv() -> None:
     assert not requests.excluded("later")
 
 
-def test_one_that_runs_is_not_looked_up_for_one_step() -> None:
+def test_the_lookup_of_a_running_request_waits_a_step() -> None:
     requests = requests_of("a", "b")
     assert not requests.must_wait("a")
     step(requests, "a")
     assert requests.must_wait("a")
     step(requests, preempted=("a",))
-    # Of which of these steps it is scheduled again in, nothing need be told.
+    # In which of these steps it is scheduled again need not be reported.
     for _ in range(3):
         assert not requests.must_wait("a")
         assert not requests.must_wait("a")
@@ -98,15 +98,15 @@ def test_one_that_runs_is_not_looked_up_for_one_step() -> None:
         assert requests.must_wait("a")
         assert requests.must_wait("a")
         step(requests)
-    # What was never preempted is asked about in every step.
+    # A request that was never preempted is looked up in every step.
     for _ in range(3):
         assert not requests.must_wait("b")
         step(requests)
     assert not requests.must_wait("nobody")
 
 
-def test_one_that_was_preempted_may_run_again_without_a_look() -> None:
-    """Where less than a chunk is left to be looked up; by the first runner nothing is told."""
+def test_a_preempted_request_may_run_again_without_a_lookup() -> None:
+    """If less than a chunk is left to look up. The first runner does not report it."""
     for preempted_are_new in (False, True):
         requests = requests_of("a", preempted_are_new=preempted_are_new)
         step(requests, "a")
@@ -115,7 +115,7 @@ def test_one_that_was_preempted_may_run_again_without_a_look() -> None:
         assert requests.must_wait("a") is not preempted_are_new
 
 
-def test_what_is_found_is_told_once_until_a_preemption() -> None:
+def test_a_hit_is_the_first_once_until_a_preemption() -> None:
     requests = requests_of("a", "b")
     key = make_offload_key(b"key", 0)
     for name in ("a", "b"):
@@ -142,10 +142,10 @@ class Tiers(NoTiers):
 
 
 @pytest.mark.promise("offloading-weights")
-def test_nothing_is_found_or_stored_once_weights_are_replaced(
+def test_replaced_weights_stop_hits_and_stores(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Until a reset: what vLLM's own cache has of before may be a request's beginning."""
+    """Until a reset: a request may begin with KV of the old weights."""
     tiers = Tiers()
     requests = guard_tiers(tiers, preempted_are_new=False)
     key = make_offload_key(b"key", 0)

@@ -1,4 +1,4 @@
-"""Which ranks of an engine hold what, from vLLM's own specs: heads that are cut, and MLA."""
+"""Which ranks of an engine hold what, from vLLM's own specs: divided heads, and MLA."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_mla_is_one_head_that_every_rank_holds() -> None:
     assert len(attached) == 1, "engines of any number of ranks share"
 
 
-def test_heads_are_cut_over_ranks() -> None:
+def test_heads_are_divided_over_ranks() -> None:
     engine = engine_of(GQA, 4, kv_heads=4)
     assert engine.refusal == ""
     message = engine.attach(Role.SCHEDULER, 0)
@@ -117,8 +117,8 @@ def test_heads_are_cut_over_ranks() -> None:
 
 
 @pytest.mark.promise("pipeline-parallel")
-def test_layers_are_cut_over_stages() -> None:
-    """Each stage is shown its own layers; together they are the model, and no rank's twice."""
+def test_layers_are_divided_over_stages() -> None:
+    """Each stage is shown its own layers; together they are the model, without overlaps."""
     # The scheduler is shown the first stage's.
     engine = engine_of(GQA, 2, stages=2, kv_heads=2, layers=range(1))
     assert engine.refusal == ""
@@ -136,8 +136,8 @@ def test_layers_are_cut_over_stages() -> None:
 
 
 @pytest.mark.promise("pipeline-parallel")
-def test_every_stages_worker_serves_under_the_schedulers_names() -> None:
-    """vLLM shows a worker the layers of its own stage, and the scheduler the first one's."""
+def test_workers_of_all_stages_share_the_schedulers_namespace() -> None:
+    """vLLM shows a worker the layers of its own stage, and the scheduler those of the first."""
     engines = [
         engine_of(GQA, 1, stages=2, kv_heads=1, layers=range(stage, stage + 1))
         for stage in range(2)
@@ -159,7 +159,7 @@ def test_stages_of_mla_hold_copies_of_their_own_layers() -> None:
     assert engine.parallel_layout.number(Place(1, 3)) // message.replicas == 1
 
 
-def test_the_cache_of_a_model_is_the_same_over_any_stages() -> None:
+def test_a_namespace_does_not_depend_on_stages() -> None:
     whole = engine_of(GQA, 1, kv_heads=1)
     cut = engine_of(GQA, 1, stages=2, kv_heads=1, layers=range(1))
     assert whole.groups[0].namespace == cut.groups[0].namespace
@@ -169,7 +169,7 @@ def test_the_cache_of_a_model_is_the_same_over_any_stages() -> None:
 @pytest.mark.parametrize(
     "names", [["layer.0"], [], ["layer.1", "layer.2"], ["draft"], ["layer.1.0"]]
 )
-def test_layers_that_are_not_the_stages_own_are_refused(names: list[str]) -> None:
+def test_layers_of_another_stage_are_refused(names: list[str]) -> None:
     with pytest.raises(LayoutError, match="stage 1 of 2 was expected to hold layers 1 to 1"):
         ParallelLayout(stages=2, tensors=1, num_layers=LAYERS).segment(names, 1, Place(1, 0))
 
@@ -198,7 +198,7 @@ def test_what_is_not_plain_mla_is_refused() -> None:
     assert "beside groups" in engine_of(MLA, 2, beside=GQA).refusal
 
 
-def test_weights_that_nothing_tells_from_others_are_not_served() -> None:
+def test_weights_without_an_identity_are_refused() -> None:
     assert "--revision" in engine_of(GQA, 1, revision=None).refusal
 
 
@@ -218,7 +218,7 @@ def test_a_namespace_of_mla_has_one_head_and_no_block_size() -> None:
 
 
 @pytest.mark.parametrize("squeezed", [False, True])
-def test_its_cache_is_exported_with_or_without_an_axis_of_heads(squeezed: bool) -> None:
+def test_mla_is_exported_with_or_without_an_axis_of_heads(squeezed: bool) -> None:
     page_bytes = BLOCK_TOKENS * LATENT * 2
     with MemfdAllocation() as allocation:
         raw = torch.zeros(LAYERS * BLOCKS * page_bytes, dtype=torch.int8, device="cpu")

@@ -1,7 +1,7 @@
-"""Speculative decoding: what a draft leaves behind, and drafters with layers in the KV cache.
+"""Speculative decoding: rejected drafts, and drafters with layers in the KV cache.
 
-On vLLM's own scheduler, with a model that accepts the drafts that it would have said itself and
-checks every KV that it reads. On real engines: `tests/e2e/test_drafters.py`,
+On vLLM's own scheduler, with a model that accepts the tokens that it would have generated and
+checks all KV that it reads. On real engines: `tests/e2e/test_drafters.py`,
 and n-grams in `tests/e2e/test_requests.py`.
 """
 
@@ -101,10 +101,8 @@ def loaded_tokens(engine: Engine, name: str, num_tokens: int) -> int:
 
 @pytest.mark.promise("ngram-drafts")
 @pytest.mark.parametrize("length", [60, 128, 300])
-def test_what_was_drafted_is_found_by_the_next_turn(
-    make: Callable[..., Engine], length: int
-) -> None:
-    """All of it that is known, nothing of what was rejected."""
+def test_the_next_turn_finds_accepted_drafts(make: Callable[..., Engine], length: int) -> None:
+    """All accepted tokens, and no rejected ones."""
     engine = make()
     first = engine.run(request_of("first", prompt_of(length, length), max_tokens=150))
     steps = engine.steps
@@ -122,7 +120,7 @@ def test_what_was_drafted_is_found_by_the_next_turn(
 
 @pytest.mark.promise("eagle")
 def test_prompts_that_part_at_the_end_of_a_chunk(make: Callable[..., Engine]) -> None:
-    """A drafter's KV of the last token depends on the next: another one is another chunk."""
+    """A drafter's KV of the last token depends on the next one, which makes another chunk."""
     engine = make()
     head = prompt_of(2 * CHUNK_TOKENS, 3)
     engine.run(request_of("one", [*head, 7, 8, 9], max_tokens=1))
@@ -143,7 +141,7 @@ def test_prompts_that_part_at_the_end_of_a_chunk(make: Callable[..., Engine]) ->
 @pytest.mark.promise("eagle", "ngram-drafts")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_random_conversations_in_a_small_cache(make: Callable[..., Engine], ranks: int) -> None:
-    """Preemption, eviction, failures, shared heads, and stores under way."""
+    """Preemption, eviction, failures, shared heads, and stores in flight."""
     # vLLM's own cache may give a drafter's layers a block from before another next token: it drops
     # the last block of a hit, not those of which it has several. Ours alone has to be exact.
     exact = {"prefix_caching": False} if make(num_blocks=8).ahead_tokens else {}
@@ -154,7 +152,7 @@ def test_random_conversations_in_a_small_cache(make: Callable[..., Engine], rank
 def test_a_step_that_is_too_long_for_the_drafter_stores_nothing(
     model: Path, eagle: dict[str, Any]
 ) -> None:
-    """vLLM drafts for no request of such a step, and leaves the drafter's layers as they were."""
+    """vLLM drafts for no request of such a step, and does not write the drafter's layers."""
     engine = Engine(
         model, draft=some_right(1), ahead_tokens=1, speculative={**eagle, "max_model_len": 300}
     )
@@ -176,7 +174,7 @@ def test_a_step_that_is_too_long_for_the_drafter_stores_nothing(
 def test_a_hit_that_leaves_no_block_for_drafts_is_computed(
     model: Path, num_blocks: int, computes: bool
 ) -> None:
-    """vLLM would ask for it again and again, and never load it."""
+    """vLLM would look it up forever, and never load it."""
     prompt = prompt_of(33 * BLOCK_TOKENS, 1)
     engine = Engine(model, num_blocks=num_blocks, draft=some_right(1), speculative=NGRAM)
     engine.run(request_of("first", prompt, max_tokens=1))
@@ -191,7 +189,7 @@ def test_a_hit_that_leaves_no_block_for_drafts_is_computed(
 
 
 class TestNamespace:
-    """Engines that draft share what they have in common, and nothing else."""
+    """Engines with the same drafter share, and others do not."""
 
     def namespace(self, model: Path, speculative: dict[str, Any] | None) -> bytes:
         engine = EngineProfile(vllm_config(model, speculative=speculative), kv_cache_config())
@@ -202,7 +200,7 @@ class TestNamespace:
         assert self.namespace(model, NGRAM) == self.namespace(model, None)
 
     @pytest.mark.promise("eagle")
-    def test_a_drafter_is_part_of_it(
+    def test_a_drafter_is_part_of_the_namespace(
         self, model: Path, eagle: dict[str, Any], tmp_path: Path
     ) -> None:
         other = write_drafter(tmp_path, "EagleLlamaForCausalLM", b"trained on")
@@ -215,7 +213,9 @@ class TestNamespace:
         more = {**eagle, "num_speculative_tokens": 5}
         assert self.namespace(model, more) == self.namespace(model, eagle)
 
-    def test_also_below_vllms_own_offloading(self, model: Path, eagle: dict[str, Any]) -> None:
+    def test_a_drafter_is_part_of_an_offloading_identity(
+        self, model: Path, eagle: dict[str, Any]
+    ) -> None:
         plain, ngram, speculation = (
             identity_note(vllm_config(model, speculative=speculative), BLOCK_TOKENS)
             for speculative in (None, NGRAM, eagle)
@@ -241,7 +241,7 @@ class TestRefused:
             ({"method": "custom_class"}, "'custom_class'"),
         ],
     )
-    def test_drafts_that_are_not_safe(
+    def test_unsafe_methods(
         self,
         model: Path,
         eagle: dict[str, Any],
@@ -259,7 +259,7 @@ class TestRefused:
         assert reason in line
 
     @pytest.mark.promise("refuse-drafters")
-    def test_copies_of_a_drafters_heads(self, model: Path, eagle: dict[str, Any]) -> None:
+    def test_replicated_heads_of_a_drafter(self, model: Path, eagle: dict[str, Any]) -> None:
         config = vllm_config(model, speculative=eagle, ranks=2)
         assert speculation_unsupported_reason(config) == ""
         assert config.speculative_config is not None
@@ -270,7 +270,7 @@ class TestRefused:
         assert "2 KV heads for 4 ranks" in speculation_unsupported_reason(config)
 
     @pytest.mark.promise("refuse-drafters")
-    def test_over_pipeline_stages(self, model: Path) -> None:
+    def test_pipeline_stages(self, model: Path) -> None:
         config = vllm_config(model, speculative=NGRAM)
         config.parallel_config.pipeline_parallel_size = 2
         assert "pipeline stages" in speculation_unsupported_reason(config)
@@ -289,8 +289,8 @@ def test_how_an_engine_drafts(model: Path, eagle: dict[str, Any]) -> None:
     assert not Speculation(sequence_tokens_max=5).leaves_out([])
 
 
-def test_keys_that_name_the_token_behind() -> None:
-    """The same chunk before another token has another key; before none, it has none yet."""
+def test_keys_that_cover_the_next_token() -> None:
+    """The same chunk before another token has another key; before none, it has no key yet."""
     tokens = list(range(8))
 
     def keys(*more: int, ahead_tokens: int = 1) -> list[bytes]:

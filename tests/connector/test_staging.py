@@ -1,5 +1,5 @@
-"""Rows carried to and from a sidecar that does what the test says: each ends once, at its deadline
-at the latest, and vLLM's region is not touched for a transfer that has ended."""
+"""Rows carried to and from a scripted sidecar: each transfer ends once, at its deadline at the
+latest, and vLLM's region is not touched for a transfer that has ended."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_more_rows_than_there_is_room_for(world: World) -> None:
     assert (world.region[:6] == 0xEE).all()
 
 
-def test_a_chunk_that_is_gone_takes_no_other_with_it(world: World) -> None:
+def test_a_missing_chunk_fails_no_other(world: World) -> None:
     world.slots[key(1)] = b"\x01" * ROW_BYTES
     world.begin(1, [StagedRow(key(1), 3), StagedRow(key(2), 4)], is_load=True)
     (batch,) = world.run()
@@ -154,7 +154,7 @@ def test_a_chunk_that_is_gone_takes_no_other_with_it(world: World) -> None:
     assert (world.region[4] == 4).all()
 
 
-def test_wishes_travel_with_the_chunks(world: World) -> None:
+def test_retention_is_sent_with_the_chunks(world: World) -> None:
     world.begin(1, [StagedRow(key(1), 1, ttl_ms=5_000), StagedRow(key(2), 2)], is_load=False)
     world.begin(2, [StagedRow(key(3), 3, stays=True)], is_load=False)
     stored: dict[bytes, tuple[int, bool]] = {}
@@ -165,7 +165,7 @@ def test_wishes_travel_with_the_chunks(world: World) -> None:
     assert stored == {key(1): (5_000, False), key(2): (0, False), key(3): (0, True)}
 
 
-def test_a_batch_of_nothing_ends(world: World) -> None:
+def test_an_empty_batch_ends(world: World) -> None:
     world.begin(7, [], is_load=False)
     assert [batch.batch_id for batch in world.run()] == [7]
 
@@ -180,7 +180,7 @@ def test_without_a_sidecar_everything_fails_at_once(world: World) -> None:
 
 
 def test_a_sidecar_that_hangs_in_a_copy_delays_nobody(world: World) -> None:
-    """It holds the fence's lock, so its job cannot be revoked; the transfer ends all the same."""
+    """It holds the fence's lock, so its job cannot be revoked; the transfer ends anyway."""
     world.begin(1, [StagedRow(key(1), 1)], is_load=True)
     (submit,) = world.pump_until_sent()
     (load,) = submit.loads
@@ -219,7 +219,7 @@ def test_a_late_answer_changes_nothing(world: World) -> None:
     assert (world.region[1] == 1).all()
 
 
-def test_drain_ends_what_is_on_its_way(world: World) -> None:
+def test_drain_ends_transfers_in_flight(world: World) -> None:
     rows = [StagedRow(key(number), number) for number in range(10)]
     world.begin(1, rows, is_load=False)
     world.begin(2, rows, is_load=True)
@@ -248,7 +248,7 @@ def test_a_killed_sidecar_and_its_successor(world: World) -> None:
 
 
 def test_stores_leave_room_for_loads(world: World) -> None:
-    """A sidecar that takes no stores still serves loads."""
+    """A sidecar that accepts no stores still serves loads."""
     world.slots[key(99)] = b"\x09" * ROW_BYTES
     world.begin(1, [StagedRow(key(number), number) for number in range(10)], is_load=False)
     world.pump_until_sent()
@@ -258,7 +258,7 @@ def test_stores_leave_room_for_loads(world: World) -> None:
         assert time.monotonic() < deadline
 
 
-def test_no_more_jobs_than_the_sidecar_takes(world: World) -> None:
+def test_no_more_jobs_than_the_sidecar_accepts(world: World) -> None:
     session = world.client.live
     assert session is not None
     session.limits = msgspec.structs.replace(LIMITS, jobs_inflight_max=1)
@@ -270,7 +270,7 @@ def test_no_more_jobs_than_the_sidecar_takes(world: World) -> None:
 
 
 @pytest.mark.parametrize("row_bytes", [4096, 3 * CONTENT_BYTES_MAX, 40 * CONTENT_BYTES_MAX])
-def test_rows_of_any_size_are_a_layout(row_bytes: int) -> None:
+def test_rows_of_any_size_have_a_layout(row_bytes: int) -> None:
     layout = row_layout(8, row_bytes)
     assert layout.num_blocks == 8
     assert layout.chunk(1).payload_bytes(1) == row_bytes

@@ -1,4 +1,4 @@
-"""Weights that are replaced while an engine runs: no KV of the old ones is anybody's of the new."""
+"""Weights that are replaced while an engine runs: KV of the old ones is never used with the new."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def test_calls_through_the_engine_core(
     assert caplog.text.count("finds only what it stored since the last change") == 1
 
 
-def test_a_version_that_somebody_sets(engine: Engine) -> None:
-    """For those who replace weights in a way that nobody sees."""
+def test_set_weight_version(engine: Engine) -> None:
+    """For programs that replace weights in a way that is not noticed."""
     assert cached(engine, "before") == 0
     replaced(engine)()
     core_of(engine, lambda: None).set_weight_version("2")
@@ -105,7 +105,7 @@ def test_a_version_that_somebody_sets(engine: Engine) -> None:
     assert cached(engine, "after") == 0
 
 
-def test_other_calls_are_none_of_ours(engine: Engine) -> None:
+def test_other_calls_change_nothing(engine: Engine) -> None:
     assert cached(engine, "before") == 0
     core = core_of(engine, lambda: None)
     core.collective_rpc("execute_dummy_batch")
@@ -114,7 +114,7 @@ def test_other_calls_are_none_of_ours(engine: Engine) -> None:
     assert cached(engine, "after") == CACHED
 
 
-def test_a_call_that_fails_may_have_replaced_some(engine: Engine) -> None:
+def test_a_failed_call_may_have_replaced_a_part(engine: Engine) -> None:
     assert cached(engine, "before") == 0
 
     def fail() -> None:
@@ -147,8 +147,8 @@ def test_requests_that_run_are_not_stored(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("way", ["model", "drafter", "runner"])
-def test_calls_that_go_round_the_engine_core(engine: Engine, way: str) -> None:
-    """What the step that follows would load or store is for the weights of before."""
+def test_calls_that_bypass_the_engine_core(engine: Engine, way: str) -> None:
+    """The next step's loads and stores were planned for the old weights."""
     runner = Runner(replaced(engine))
     runner.register(engine)
     assert cached(engine, "before") == 0
@@ -166,8 +166,8 @@ def test_calls_that_go_round_the_engine_core(engine: Engine, way: str) -> None:
     assert cached(engine, "again") == CACHED
 
 
-def test_calls_of_the_engine_core_void_nothing_that_comes_after_them(engine: Engine) -> None:
-    """Workers notice them, too, and the scheduler knew before."""
+def test_calls_of_the_engine_core_void_nothing_planned_after_them(engine: Engine) -> None:
+    """Workers notice them too, and the scheduler knew before."""
     runner = Runner(replaced(engine))
     runner.register(engine)
     assert cached(engine, "before") == 0
@@ -178,8 +178,8 @@ def test_calls_of_the_engine_core_void_nothing_that_comes_after_them(engine: Eng
     assert cached(engine, "again") == CACHED
 
 
-def test_vllms_own_worker_is_heard() -> None:
-    """Also where a program drives the workers itself."""
+def test_calls_of_vllms_worker_are_noticed() -> None:
+    """Also if a program drives the workers itself."""
     changes = WeightChanges()
     changes.watch()
     changes.watch()
@@ -201,7 +201,7 @@ def test_vllms_own_worker_is_heard() -> None:
     assert {"reload_weights", "start_weight_update", "update_weights"} <= {*heard}
 
 
-def test_a_report_of_weights_alone_is_one() -> None:
+def test_a_report_of_weights_is_not_empty() -> None:
     one = StepReport(weights_changed=True)
     assert not one.empty
     assert one.add(StepReport()).weights_changed
