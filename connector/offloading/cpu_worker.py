@@ -212,33 +212,27 @@ def _runs_of(
             pages[ref.tensor_idx] = max(pages[ref.tensor_idx], size)
     take = region.create_next_canonical_view if canonical else region.create_next_worker_view
     hosts = [_bytes(take(page * blocks_per_chunk)) for page in pages]
-    groups: list[list[_Run]] = []
-    for refs in kv_caches.group_data_refs:
-        runs: list[_Run] = []
-        for ref in refs:
-            number = ref.tensor_idx
-            cache, host = _bytes(kv_caches.tensors[number].tensor), hosts[number]
-            size = ref.page_size_bytes
-            mapping = ref.mapping if canonical else None
-            runs += [
-                _Run(
-                    _fragments(cache, (), run.local_offset, run.local_stride, run),
-                    _fragments(
-                        host,
-                        ((blocks_per_chunk, pages[number]),),
-                        run.canonical_offset,
-                        run.canonical_stride,
-                        run,
-                    ),
-                    1 if mapping is None else mapping.num_writers,
-                    0 if mapping is None else mapping.writer_index,
-                )
-                for run in (
-                    mapping.runs if mapping is not None else (CopyRun(0, 0, size, 1, size, size),)
-                )
-            ]
-        groups.append(runs)
-    return groups
+
+    def runs_of(ref: Any) -> list[_Run]:
+        cache, host = _bytes(kv_caches.tensors[ref.tensor_idx].tensor), hosts[ref.tensor_idx]
+        blocks = (blocks_per_chunk, pages[ref.tensor_idx])
+        size = ref.page_size_bytes
+        runs, num_writers, writer_index = (CopyRun(0, 0, size, 1, size, size),), 1, 0
+        if canonical:
+            mapping = ref.mapping
+            runs, num_writers = mapping.runs, mapping.num_writers
+            writer_index = mapping.writer_index
+        return [
+            _Run(
+                _fragments(cache, (), run.local_offset, run.local_stride, run),
+                _fragments(host, (blocks,), run.canonical_offset, run.canonical_stride, run),
+                num_writers,
+                writer_index,
+            )
+            for run in runs
+        ]
+
+    return [[run for ref in refs for run in runs_of(ref)] for refs in kv_caches.group_data_refs]
 
 
 def _bytes(tensor: torch.Tensor) -> Bytes:
