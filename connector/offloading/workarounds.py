@@ -65,6 +65,7 @@ class OffloadedRequests:
         self._requests.pop(request_id, None)
 
     def _known(self, request_id: str) -> _OffloadedRequest:
+        """The record of a request; a throwaway one if it was not added."""
         return self._requests.get(request_id) or _OffloadedRequest()
 
     def excluded(self, request_id: str) -> bool:
