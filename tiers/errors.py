@@ -1,9 +1,7 @@
-"""Errors of the tiers, named by condition and split by who must act.
-
-Owns the families a caller can tell apart without reading a message:
+"""Errors of the tiers, named by condition and grouped by who must act.
 
 * `TierUnavailable`, `TierFull`: the tier did nothing; retry later or drop the work.
-* `ObjectExists`: somebody else was first; look at what is there.
+* `ObjectExists`: another writer was first; read the object.
 * `ChunkMissing`, `ChunkCorrupt` and its kinds: treat as a miss; never serve the bytes.
 * `LayoutError`, `PoolError`: a caller or a configuration is wrong; fix it, do not retry.
 
@@ -17,14 +15,13 @@ class TierError(Exception):
     """Base of every error that a tier raises on purpose."""
 
     cause: str = "other"
-    """What it is counted as: one word, of a set that does not grow with what happens."""
+    """Label in metrics: one word of a fixed set."""
 
 
 class TierUnavailable(TierError):
     """The tier could not be reached, or did not answer before its deadline.
 
-    `retryable` is False where trying again cannot help until a person acts
-    (bad credentials, no such bucket, a full disk).
+    `retryable` is False if a person has to act first (bad credentials, no bucket, a full disk).
     """
 
     def __init__(self, message: str, *, retryable: bool, cause: str | None = None) -> None:
@@ -34,53 +31,53 @@ class TierUnavailable(TierError):
 
 
 class TierExpired(TierUnavailable):
-    """The tier had not answered by the deadline of the request, retries included."""
+    """The tier did not answer before the deadline of the request, retries included."""
 
     cause = "expired"
 
 
 class TierUnmounted(TierUnavailable):
-    """The folder is another than before: most likely it is not mounted any more."""
+    """The folder is another one than before: most likely it is not mounted any more."""
 
     cause = "unmounted"
 
 
 class TierFull(TierError):
-    """No slot or no space is left; the caller drops the work or makes room."""
+    """No slot or no space is left."""
 
     cause = "full"
 
 
 class ObjectExists(TierError):
-    """A write that must not replace anything found its name taken."""
+    """The name of a write that must not replace anything is taken."""
 
     cause = "exists"
 
 
 class ChunkMissing(TierError):
-    """The tier does not hold the object that was asked for."""
+    """The tier does not hold the requested object."""
 
     cause = "missing"
 
 
 class ChunkCorrupt(TierError):
-    """Bytes were found, but they are not the segment that was asked for."""
+    """Bytes were found, but not those of the requested segment."""
 
     cause = "corrupt"
 
 
 class ObjectOdd(ChunkCorrupt):
-    """What stands under an object's name is no regular file: a link, a pipe, a socket, a folder."""
+    """An object's name belongs to no regular file, but a link, a pipe, a socket or a folder."""
 
 
 class ObjectDenied(ChunkCorrupt):
-    """The object may be intact, but this user must not read it."""
+    """The object may be intact, but this user may not read it."""
 
     cause = "denied"
 
 
 class ImageTruncated(ChunkCorrupt):
-    """The image is shorter or longer than its layout says."""
+    """The image is shorter or longer than its layout requires."""
 
     cause = "truncated"
 
@@ -90,7 +87,7 @@ class ImageHeaderMismatch(ChunkCorrupt):
 
 
 class ImageKeyMismatch(ChunkCorrupt):
-    """The image is intact but holds another key than the one asked for."""
+    """The image is intact but has another key than the requested one."""
 
 
 class ImageNamespaceMismatch(ChunkCorrupt):
@@ -102,8 +99,8 @@ class ImageChecksumMismatch(ChunkCorrupt):
 
 
 class LayoutError(TierError, ValueError):
-    """A geometry is impossible: the message names the field, its value and the rule."""
+    """A geometry is invalid: the message names the field, its value and the rule."""
 
 
 class PoolError(TierError):
-    """The host pool cannot be created or was used wrongly."""
+    """The host pool cannot be created, or was used incorrectly."""

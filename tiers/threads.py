@@ -1,18 +1,16 @@
-"""Turns: how many threads that receive and hash compute at a time, and behind whom.
+"""Threads that receive, hash and copy: their priority, and how many compute at a time.
 
-Owns the turns and the threads' niceness. Does not own the threads, nor what they do.
+Owns niceness of threads and a limit for computing ones. Does not own what threads do.
 
-Each thread that has received a piece wants Python's lock, to say so and to have it hashed. Where a
-dozen do, more than there are cores, the lock is handed to one that has no core, and the event
-loop's thread, which asks for it in the same queue, waits behind it for as long as the others
-compute: with sixteen readers on two cores it came 5 ms late once in a hundred times, with two
-1.5 ms.
-Threads without a turn wait in the kernel, and for nothing else.
+A thread that received a piece needs the GIL to report and hash it. With a dozen of them, more than
+there are cores, the GIL is often handed to a thread without a core, and the event loop waits in the
+same queue: with sixteen readers on two cores it was 5 ms late once in a hundred times, with two
+1.5 ms. Threads over the limit wait in the kernel instead.
 
-Such threads also stand behind the event loop for a core, and behind the engine's. Of the same rank
-they kept the loop off both cores for 3.2 to 3.7 ms once in a hundred times while it read at full
-rate, and behind it for 1.8 to 2.0 (two cores); with two processes beside that never rest, for 9 to
-15 ms, and behind it for 2 to 4.
+Such threads also compete with the event loop, and the engine, for cores. At the same priority they
+delayed the loop by 3.2 to 3.7 ms once in a hundred times while it read at full rate, and at a lower
+one by 1.8 to 2.0 (two cores); beside two processes that never rest, by 9 to 15 ms, and at a lower
+one by 2 to 4.
 """
 
 from __future__ import annotations
@@ -33,38 +31,41 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-BEHIND: Final = 10
-"""Added to a thread's niceness. It has a tenth of the weight of one that was not stepped back."""
+NICENESS_ADDED: Final = 10
+"""Such a thread gets a tenth of the weight of one with the process's niceness."""
 NICENESS_MAX: Final = 19
-TURNS_MAX: Final = 8
-"""What the lock allows for: more would only wait for it."""
+COMPUTING_MAX: Final = 8
+"""More threads would only wait for the GIL."""
 
-_stepped_back = threading.local()
+_lowered = threading.local()
 
 
 def lower_priority() -> None:
-    """Have the calling thread compute when the event loop and the engine do not, for good.
+    """Make the calling thread yield to the event loop and the engine, for good.
 
-    What it is given to do next it does so, too: giving niceness back is a privilege. A thread that
-    runs an event loop, and has been given a thread's work, stays where it is.
+    It keeps the priority for later work: lowering niceness is a privilege. Does nothing in a thread
+    that runs an event loop.
     """
-    if getattr(_stepped_back, "done", False) or _runs_a_loop():
+    if getattr(_lowered, "done", False) or _runs_a_loop():
         return
-    _stepped_back.done = True
+    _lowered.done = True
     thread = threading.get_native_id()
-    # A sandbox that forbids it has a loop that comes later, and nothing else.
+    # A sandbox may forbid it; then the event loop is later.
     with contextlib.suppress(OSError):
         niceness = os.getpriority(os.PRIO_PROCESS, thread)
-        os.setpriority(os.PRIO_PROCESS, thread, min(niceness + BEHIND, NICENESS_MAX))
+        os.setpriority(os.PRIO_PROCESS, thread, min(niceness + NICENESS_ADDED, NICENESS_MAX))
 
 
-class OwnThreads:
-    """Threads for one kind of work, of the rank that the process has: no other steps them back.
+def _runs_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
-    Args:
-        count: as many calls as run at a time; more wait in the order of their coming.
-        name: what the threads are called.
-    """
+
+class DedicatedThreads:
+    """Threads for one kind of work, with the priority of the process: no other work lowers it."""
 
     def __init__(self, count: int, name: str) -> None:
         self._threads = ThreadPoolExecutor(count, name)
@@ -80,26 +81,17 @@ class OwnThreads:
             return ended.result()
 
     def close(self) -> None:
-        """Let the threads end, each with what it does."""
+        """End the threads when their current work is done."""
         self._threads.shutdown(wait=False)
 
 
-def _runs_a_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
+class ComputeLimiter:
+    """A context manager for threads: at most one per core, `COMPUTING_MAX` in all, are inside."""
 
-
-class ThreadTurns:
-    """A context manager that a thread enters to compute. At most `count` are inside."""
-
-    def __init__(self, count: int | None = None) -> None:
-        if count is None:
-            # As many as there are cores: with one more the event loop came later.
-            count = max(2, min(len(os.sched_getaffinity(0)), TURNS_MAX))
-        # Not threading.Semaphore: it is made of Python code, which would wait for the lock, too.
+    def __init__(self) -> None:
+        # One more than there are cores made the event loop later.
+        count = max(2, min(len(os.sched_getaffinity(0)), COMPUTING_MAX))
+        # Not threading.Semaphore: it is Python code, which would wait for the GIL, too.
         self._free: SimpleQueue[None] = SimpleQueue()
         for _ in range(count):
             self._free.put(None)

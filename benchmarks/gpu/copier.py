@@ -66,7 +66,7 @@ class Copier:
 
     def ways(self) -> str:
         """What the self-test of the device found of batches and 2D copies, in words."""
-        found = self._device.findings
+        found = self._device.calibration
         rates = [
             f"{direction} {size_bytes >> 10} KiB: {batch:.1f} GB/s in batches, {plane:.1f} in 2D"
             for direction, sizes in found.rates.items()

@@ -35,7 +35,7 @@ from sidecar.logs import fields, traceback_end
 from tiers.errors import ChunkCorrupt
 from tiers.kv.slot_image import payload_hasher
 from tiers.store.client import run_to_end
-from tiers.threads import OwnThreads
+from tiers.threads import DedicatedThreads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -90,7 +90,7 @@ class Copies:
     async def run(self) -> None:
         """Work on the queue until cancelled; a copy that runs then is waited for."""
         # Engines wait for a copy, which holds their fence. Its thread keeps the process's priority.
-        threads = OwnThreads(self._threads, "kvlake-copy")
+        threads = DedicatedThreads(self._threads, "kvlake-copy")
         try:
             async with anyio.create_task_group() as group:
                 for _ in range(self._threads):
@@ -130,7 +130,7 @@ class Copies:
                 detail = f"{what} until the job's deadline"
                 self._finished(group.all_ended(CopyOutcome.EXPIRED, detail))
 
-    async def _copier(self, threads: OwnThreads) -> None:
+    async def _copier(self, threads: DedicatedThreads) -> None:
         while True:
             await self._ready.acquire()
             group = self.queue.next()
@@ -169,7 +169,7 @@ class Copies:
             self._arrived.set()
 
     async def _copy(
-        self, group: CopyGroup, threads: OwnThreads, *, mapped: bool
+        self, group: CopyGroup, threads: DedicatedThreads, *, mapped: bool
     ) -> list[Copied] | None:
         if not mapped:
             return group.all_ended(CopyOutcome.REVOKED, "the session ended")

@@ -99,7 +99,7 @@ class Gpus:
             device.close()
             raise
         self._devices[uuid] = device
-        found = device.findings
+        found = device.calibration
         _logger.info(
             "GPU ready",
             extra=fields(

@@ -149,14 +149,14 @@ def test_which_way_is_faster_is_measured_before_the_first_copy(double: Double) -
         Child(double, setup=OWNER) as owner,
         _reader(double, inflight=1 << 25, strided="auto") as reader,
     ):
-        rates = reader.run("result = device.findings.rates")
+        rates = reader.run("result = device.calibration.rates")
         assert rates.keys() == {"to_device", "to_host"}
         for one in rates.values():
             assert list(one) == [8 << 10, 32 << 10, 128 << 10]
             assert all(rate > 0 for pair in one.values() for rate in pair)
-        reader.run("device.findings.rates['to_host'] = {8192: (1.0, 2.0), 32768: (2.0, 1.0)}")
+        reader.run("device.calibration.rates['to_host'] = {8192: (1.0, 2.0), 32768: (2.0, 1.0)}")
         assert reader.run(
-            "pays = device.findings.pays('to_host')\n"
+            "pays = device.calibration.pays('to_host')\n"
             "result = [pays(size) for size in (4096, 8192, 16384, 32768, 1 << 20)]"
         ) == [True, True, True, False, False]
         _round_trip(owner, reader, layout)
@@ -171,8 +171,8 @@ def test_planes_that_cannot_be_trusted_are_not_used(double: Double, why: str) ->
         double.fail("cuMemcpy2DAsync", 801)
     layout = layout_in("LBHNC", layers=9)
     with Child(double, setup=OWNER) as owner, _reader(double, strided="2d") as reader:
-        assert reader.run("result = device.findings.planes") is False
-        (reason,) = reader.run("result = device.findings.reasons")
+        assert reader.run("result = device.calibration.planes") is False
+        (reason,) = reader.run("result = device.calibration.reasons")
         assert "2D copies failed their test" in reason
         planes = double.process(reader.pid).plane_copies
         _round_trip(owner, reader, layout)

@@ -331,7 +331,7 @@ def frozen(world: World, run_hop: Threads) -> Iterator[None]:
         (places.find("Server").module, "threading", outside_threads),
     ]
     ours: dict[str, object] = {
-        "OwnThreads.run_sync": staticmethod(run_sync),
+        "DedicatedThreads.run_sync": staticmethod(run_sync),
         "write_skeleton": _write_once,
         "PIECE_BYTES_MAX": PIECE_BYTES,
         "INDEX_ENTRIES_FIRST": INDEX_ENTRIES_FIRST,

@@ -20,7 +20,7 @@ from tiers.errors import ChunkMissing, ImageTruncated, TierUnavailable
 from tiers.store.access import Access, Credentials
 from tiers.store.client import PIECE_BYTES
 from tiers.store.object_tier import UrlObjects
-from tiers.threads import TURNS_MAX
+from tiers.threads import COMPUTING_MAX
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -185,10 +185,10 @@ async def test_reads_that_hang_hold_no_turn() -> None:
     """More of them than there are turns: the one that comes is read all the same."""
     half = OK + IMAGE.tobytes()[:100_000]
     async with telling() as (told, tier), anyio.create_task_group() as tasks:
-        told.answers = [Slowly([half, b""], 3600) for _ in range(2 * TURNS_MAX)]
-        for _ in range(2 * TURNS_MAX):
+        told.answers = [Slowly([half, b""], 3600) for _ in range(2 * COMPUTING_MAX)]
+        for _ in range(2 * COMPUTING_MAX):
             tasks.start_soon(lambda: tier.read("hangs", slot(), seen=lambda *_: None))
-        while len(told.requests) < 2 * TURNS_MAX:  # noqa: ASYNC110 (the server has no event)
+        while len(told.requests) < 2 * COMPUTING_MAX:  # noqa: ASYNC110 (the server has no event)
             await anyio.sleep(0.01)
         told.answers = [OK + IMAGE.tobytes()]
         into = slot()

@@ -1,13 +1,13 @@
-"""What a device's copies are good for: tried and timed once, before the first worker is served.
+"""Calibration of a device's copies: tested and timed once, before the first worker is served.
 
-Owns the trial of batches and of 2D copies with a pattern, there and back, and the timing of both
-for runs at a distance from each other, which is how a KV cache lies whose layers are outermost.
-Which of the two is faster differs between devices, drivers and directions, so it is measured where
-it is used. Does not own the lanes, which it tells what to take.
+Owns the test of batches and of 2D copies with a pattern in both directions, and the timing of both
+for runs at a constant distance, as in a KV cache whose outermost axis is the layer. Which of the
+two is faster differs between devices, drivers and directions, so it is measured on the device in
+use. Does not own the copy streams that it configures.
 
-Invariants: a way to copy that failed its trial is not used, and said by name; a device that is lost
-meanwhile, or does not finish, is a `CudaFailed`, and what it may still write to is never given
-back; else nothing is left.
+Invariants: a way to copy that failed its test is not used, and the reason is reported; a device
+that is lost meanwhile, or does not finish, is a `CudaFailed`, and memory that it may still write to
+is never freed; otherwise nothing is left behind.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ Strided = Literal["auto", "batch", "2d"]
 
 TIMED_BYTES: Final = 4 << 20
 TIMED_WIDTHS_BYTES: Final = (8 << 10, 32 << 10, 128 << 10)
-"""Runs of other sizes are taken as the largest of these that is no larger, or as the smallest."""
+"""A run of another size counts as the largest of these that is not larger, or as the smallest."""
 FASTER_BY: Final = 1.1
-"""A 2D copy is a call of its own: it must win clearly."""
+"""Each 2D copy is a separate call, so it must be clearly faster."""
 SECONDS_MAX: Final = 30.0
 
 _ROWS: Final = 32
@@ -47,16 +47,16 @@ _REPEATS: Final = 2
 """The first warms up."""
 _TRIAL_WIDTH_BYTES: Final = 256
 _kept: list[mmap.mmap] = []
-"""Memory that a device may still write to: of one that was lost or did not finish."""
+"""Memory that a device may still write to, since it was lost or did not finish."""
 
 
 @dataclass(slots=True)
 class CalibrationResult:
-    """What was found."""
+    """Which ways to copy are used, and why others are not."""
 
     batches: bool = False
     planes: bool = False
-    """Whether 2D copies came out right."""
+    """Whether 2D copies are correct."""
     reasons: list[str] = field(default_factory=list[str])
     """Why something is not used, one line each."""
     rates: dict[str, dict[int, tuple[float, float]]] = field(
@@ -65,7 +65,7 @@ class CalibrationResult:
     """By direction and bytes of a run: GB/s in batches and as 2D copies. Empty if not timed."""
 
     def pays(self, direction: str) -> Callable[[int], bool]:
-        """Whether 2D copies are to be taken for runs of so many bytes."""
+        """A function of the bytes of a run: whether 2D copies are faster."""
         rates = self.rates[direction]
 
         def answer(width_bytes: int) -> bool:
@@ -79,19 +79,19 @@ class CalibrationResult:
 
 
 class Calibration:
-    """One device's. Its context is current. Raises `CudaFailed` where the device fails itself."""
+    """Of one device, whose context is current. Raises `CudaFailed` if the device itself fails."""
 
-    def __init__(self, driver: Driver, lanes: dict[str, CopyStream], ordinal: int) -> None:
+    def __init__(self, driver: Driver, streams: dict[str, CopyStream], ordinal: int) -> None:
         self._driver = driver
-        self._lanes = lanes
+        self._streams = streams
         self._pitch_bytes_max = driver.attribute("MAX_PITCH", ordinal)
 
     def run(self, strided: Strided) -> CalibrationResult:
-        """Try everything; afterwards the lanes take what is right and fast."""
+        """Test and time everything, then configure the streams."""
         timed_bytes = TIMED_BYTES if strided == "auto" else 0
         host_bytes = max(4 * _ROWS * _TRIAL_WIDTH_BYTES, timed_bytes)
         found = CalibrationResult()
-        # Rows at twice their size from each other, so twice the room.
+        # The distance between rows is twice their size, hence twice the room.
         there = int(self._driver.call("cuMemAlloc", 2 * host_bytes))
         staging = mmap.mmap(-1, host_bytes)
         host: Bytes = np.frombuffer(staging, dtype=np.uint8)
@@ -116,15 +116,15 @@ class Calibration:
 
     @property
     def _lost(self) -> bool:
-        return any(lane.lost is not None for lane in self._lanes.values())
+        return any(stream.lost is not None for stream in self._streams.values())
 
     def _give_back(self, there: int, host: Bytes, staging: mmap.mmap) -> None:
-        for lane in self._lanes.values():
-            lane.drain()
+        for stream in self._streams.values():
+            stream.drain()
         try:
             self._driver.call("cuMemHostUnregister", host.ctypes.data)
         except CudaFailed:
-            # Registered memory that is unmapped would be somebody else's next.
+            # Registered memory must not be unmapped: the address would be reused.
             _kept.append(staging)
             raise
         finally:
@@ -133,17 +133,17 @@ class Calibration:
     # --- right or wrong ------------------------------------------------------------------------
 
     def _try(self, found: CalibrationResult, there: int, host: Bytes, strided: Strided) -> None:
-        for lane in self._lanes.values():
-            lane.no_planes()
+        for stream in self._streams.values():
+            stream.no_planes()
         found.batches = self._tried(found, "batches", self._pieces, there, host)
         if not found.batches:
-            for lane in self._lanes.values():
-                lane.use_batches(on=False)
+            for stream in self._streams.values():
+                stream.use_batches(on=False)
         if strided != "batch":
             found.planes = self._tried(found, "2D copies", self._planes, there, host)
         if not found.planes:
-            for lane in self._lanes.values():
-                lane.no_planes()
+            for stream in self._streams.values():
+                stream.no_planes()
 
     def _tried(
         self,
@@ -153,7 +153,7 @@ class Calibration:
         there: int,
         host: Bytes,
     ) -> bool:
-        """Whether a way to copy is right in both directions, each judged by a plain copy."""
+        """Whether a way to copy is correct in both directions, compared with a plain copy."""
         size_bytes = _ROWS * _TRIAL_WIDTH_BYTES
         image, dense = host[: 2 * size_bytes], host[2 * size_bytes : 3 * size_bytes]
         chance = np.random.default_rng(len(what))
@@ -167,9 +167,11 @@ class Calibration:
                 image[:] = dense[:] = 0
                 source[:] = chance.integers(1, 256, source.size, dtype=np.uint8)
                 for direction in ("to_device", "to_host"):
-                    lane = self._lanes[direction]
-                    number = submit(lane, there, dense) if direction == name else lane.submit(whole)
-                    lane.wait(number, seconds_max=SECONDS_MAX)
+                    stream = self._streams[direction]
+                    number = (
+                        submit(stream, there, dense) if direction == name else stream.submit(whole)
+                    )
+                    stream.wait(number, seconds_max=SECONDS_MAX)
                 right = right and np.array_equal(rows.ravel(), dense)
         except CudaFailed as error:
             if self._lost or isinstance(error, DeviceLost):
@@ -180,28 +182,28 @@ class Calibration:
             found.reasons.append(f"{what} failed their test (other bytes came than were sent)")
         return right
 
-    def _pieces(self, lane: CopyStream, there: int, memory: Bytes) -> int:
-        lane.use_batches(on=True)
-        return lane.submit(_planes(there, memory, _TRIAL_WIDTH_BYTES).pieces())
+    def _pieces(self, stream: CopyStream, there: int, memory: Bytes) -> int:
+        stream.use_batches(on=True)
+        return stream.submit(_planes(there, memory, _TRIAL_WIDTH_BYTES).pieces())
 
-    def _planes(self, lane: CopyStream, there: int, memory: Bytes) -> int:
-        lane.use_planes(_always, pitch_bytes_max=self._pitch_bytes_max)
-        return lane.submit_planes(_planes(there, memory, _TRIAL_WIDTH_BYTES))
+    def _planes(self, stream: CopyStream, there: int, memory: Bytes) -> int:
+        stream.use_planes(_always, pitch_bytes_max=self._pitch_bytes_max)
+        return stream.submit_planes(_planes(there, memory, _TRIAL_WIDTH_BYTES))
 
     # --- slow or fast --------------------------------------------------------------------------
 
     def _time(self, found: CalibrationResult, there: int, host: Bytes) -> None:
-        for name, lane in self._lanes.items():
+        for name, stream in self._streams.items():
             rates = found.rates[name] = {}
             for width_bytes in TIMED_WIDTHS_BYTES:
-                if not lane.takes_planes(width_bytes, 2 * width_bytes):
+                if not stream.takes_planes(width_bytes, 2 * width_bytes):
                     continue
                 planes = _planes(there, host, width_bytes)
                 pieces = planes.pieces()
                 try:
                     rates[width_bytes] = (
-                        self._rate(lane, functools.partial(lane.submit, pieces)),
-                        self._rate(lane, functools.partial(lane.submit_planes, planes)),
+                        self._rate(stream, functools.partial(stream.submit, pieces)),
+                        self._rate(stream, functools.partial(stream.submit_planes, planes)),
                     )
                 except CudaFailed as error:
                     if self._lost or isinstance(error, DeviceLost):
@@ -210,19 +212,19 @@ class Calibration:
                     rates.clear()
                     break
 
-    def _rate(self, lane: CopyStream, submit: Callable[[], int]) -> float:
-        """GB/s, as the device sees it, of the fastest of some repeats."""
+    def _rate(self, stream: CopyStream, submit: Callable[[], int]) -> float:
+        """GB/s by the device's clock, the fastest of some repeats."""
         milliseconds: list[float] = []
         with contextlib.ExitStack() as stack:
             begun, ended = (self._event(stack) for _ in range(2))
-            # Before they are given back, whatever happens meanwhile.
-            stack.callback(lane.drain)
+            # Before the events are destroyed, also after an error.
+            stack.callback(stream.drain)
             for _ in range(_REPEATS):
-                lane.mark(begun)
+                stream.mark(begun)
                 number = submit()
-                lane.mark(ended)
-                lane.wait(number, seconds_max=SECONDS_MAX)
-                lane.wait_mark(ended, seconds_max=SECONDS_MAX)
+                stream.mark(ended)
+                stream.wait(number, seconds_max=SECONDS_MAX)
+                stream.wait_mark(ended, seconds_max=SECONDS_MAX)
                 milliseconds.append(float(self._driver.call("cuEventElapsedTime", begun, ended)))
         return TIMED_BYTES / 1e6 / max(min(milliseconds), 1e-6)
 
@@ -232,11 +234,11 @@ class Calibration:
         return event
 
     def _choose(self, found: CalibrationResult, strided: Strided) -> None:
-        for name, lane in self._lanes.items():
+        for name, stream in self._streams.items():
             if not found.planes:
                 continue
             pays = found.pays(name) if strided == "auto" else _always
-            lane.use_planes(pays, pitch_bytes_max=self._pitch_bytes_max)
+            stream.use_planes(pays, pitch_bytes_max=self._pitch_bytes_max)
 
 
 def _always(width_bytes: int) -> bool:  # noqa: ARG001 (as every such answer)
@@ -244,7 +246,7 @@ def _always(width_bytes: int) -> bool:  # noqa: ARG001 (as every such answer)
 
 
 def _planes(there: int, memory: Bytes, width_bytes: int) -> Planes:
-    """All of `memory` as planes whose rows lie on the device at twice their size."""
+    """All of `memory` as planes whose rows have twice their size as distance on the device."""
     plane_bytes = _ROWS * width_bytes
     at = np.arange(memory.size // plane_bytes, dtype=np.uint64) * np.uint64(plane_bytes)
     return Planes(

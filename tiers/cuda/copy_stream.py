@@ -1,22 +1,22 @@
-"""One direction of copies on one device: its stream, what is in flight, how it is submitted.
+"""Copies in one direction on one device: the stream, copies in flight, and their submission.
 
 Owns a stream at the lowest priority, the events behind its batches, and pacing: at most
 `inflight_bytes_max` bytes are queued at any time, so that a decode step's own small copies wait
-behind little, and a load that is given up ends soon. Does not own memory or contexts.
+behind little, and an abandoned load ends soon. Does not own memory or contexts.
 
-Batches go to the driver as one call (`cuMemcpyBatchAsync`), at most `DESCRIPTORS_MAX` in each;
-a few descriptors, or all of them where the driver has no batches or failed the self-test, as plain
-copies. The driver joins nothing and copies in any order within a batch. Planes go as 2D copies, one
-call each, where the self-test found these to be faster than their runs in a batch
+Batches go to the driver as one call (`cuMemcpyBatchAsync`) of at most `DESCRIPTORS_MAX`
+descriptors; a few descriptors, or all of them if the driver has no batches or failed their test, as
+plain copies. The driver joins nothing and copies in any order within a batch. Planes are submitted
+as 2D copies, one call each, if calibration found these faster than their runs in a batch
 (`calibration.py`).
 
 Invariants:
 
-* Events are polled, never waited on: a device that hangs costs a thread that sleeps, not one that
-  cannot be asked.
-* What was submitted is either known to be through, or still counted; `drain` returns only when
-  nothing that was submitted can still touch memory. After an error of the device nothing runs on it
-  any more, and everything raises that error.
+* Events are polled, never waited on: a device that hangs leaves a sleeping thread that still
+  answers.
+* A submitted copy is known to be complete, or still counted; `drain` returns only when nothing that
+  was submitted can still access memory. After an error of the device nothing runs on it any more,
+  and every call raises that error.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 DESCRIPTORS_MAX: Final = 1024
 """In one call. Driver 580 crashed at 51,828; beyond a thousand a call only gets longer."""
 PLANES_MAX: Final = 64
-"""Between two events: each is a call of its own, and other threads wait for the lane meanwhile."""
+"""Between two events: each is a separate call, and other threads wait for the lock meanwhile."""
 PLAIN_DESCRIPTORS_MAX: Final = 2
-"""Up to so many descriptors, plain copies cost less than a batch."""
+"""Up to this number of descriptors, plain copies cost less than a batch."""
 POLL_SECONDS_MIN: Final = 20e-6
 POLL_SECONDS_MAX: Final = 500e-6
 _EVENT_DISABLE_TIMING: Final = 2
@@ -56,7 +56,7 @@ engines rather than the SMs (CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE)."""
 _FIRSTS: Final = np.zeros(1, dtype=np.uint64)
 _MEMORY_HOST: Final = 1
 _MEMORY_DEVICE: Final = 2
-# CUDA_MEMCPY2D as words of eight bytes: what is copied from, then what to, then how much.
+# CUDA_MEMCPY2D as words of eight bytes: source, target, size.
 _FROM: Final = 0
 _TO: Final = 7
 _TYPE, _HOST, _DEVICE, _PITCH = 2, 3, 4, 6
@@ -72,8 +72,8 @@ class CopyStream:
 
     Args:
         bind: makes the device's context current in the calling thread.
-        to_device: which direction; only this lane's copies go through its stream.
-        inflight_bytes_max: how much may be queued.
+        to_device: the direction.
+        inflight_bytes_max: limit of queued bytes.
     """
 
     def __init__(
@@ -111,21 +111,21 @@ class CopyStream:
         self._lost: CudaFailed | None = None
 
     def use_batches(self, *, on: bool) -> None:
-        """Submit by `cuMemcpyBatchAsync`, or one by one. Raises `NotSupportedHere`."""
+        """Submit by `cuMemcpyBatchAsync`, or as plain copies. Raises `NotSupportedHere`."""
         self._copy_batch = self._driver.entry("cuMemcpyBatchAsync") if on else None
 
     def use_planes(self, pays: Callable[[int], bool], *, pitch_bytes_max: int) -> None:
-        """Take 2D copies for runs of so many bytes that `pays` says yes. `NotSupportedHere`."""
+        """Use 2D copies for runs whose bytes `pays` accepts. Raises `NotSupportedHere`."""
         self._copy_plane = self._driver.entry("cuMemcpy2DAsync")
         self._plane_pays = pays
         self._plane_pitch_max = pitch_bytes_max
 
     def no_planes(self) -> None:
-        """Take none."""
+        """Use no 2D copies."""
         self._copy_plane = None
 
     def takes_planes(self, width_bytes: int, pitch_bytes: int) -> bool:
-        """Whether planes of such rows are to be given to `submit_planes`."""
+        """Whether `submit_planes` accepts planes of such rows."""
         return (
             self._copy_plane is not None
             and width_bytes <= self._batch_bytes_max
@@ -135,14 +135,13 @@ class CopyStream:
 
     @property
     def lost(self) -> CudaFailed | None:
-        """Why nothing can be copied any more, if that is so."""
+        """The error after which nothing can be copied any more, if any."""
         return self._lost
 
     def submit(self, copy: Descriptors) -> int:
         """Queue a copy; returns its number for `wait`. Waits while too much is in flight.
 
-        Raises `CudaFailed`. What was queued until then still runs: `drain` before its memory is
-        used for anything else.
+        Raises `CudaFailed`. Parts queued before still run: `drain` before reusing their memory.
         """
         pieces = cut(copy, self._batch_bytes_max)
         targets, sources = pieces.device, pieces.host
@@ -156,7 +155,7 @@ class CopyStream:
         return self._submit_all(self._batches(sizes, DESCRIPTORS_MAX), issue)
 
     def submit_planes(self, copy: Planes) -> int:
-        """As `submit`, for planes that `takes_planes` wants."""
+        """As `submit`, for planes that `takes_planes` accepts."""
         planes = cut_planes(copy, self._batch_bytes_max)
 
         def issue(first: int, last: int) -> None:
@@ -191,7 +190,7 @@ class CopyStream:
         return found
 
     def _has_room(self, size_bytes: int) -> bool:
-        # One that is larger than the limit (a single descriptor never is) goes alone.
+        # A batch over the limit (a single descriptor never is) is submitted alone.
         return not self._flying or self._flying_bytes + size_bytes <= self._inflight_bytes_max
 
     def _submit_batch(
@@ -201,7 +200,7 @@ class CopyStream:
         try:
             issue(first, last)
         finally:
-            # Also after a failure: some of a batch may have been queued before it.
+            # Also after a failure: a part of the batch may have been queued.
             code = self._record(int(event), self._handle)
             if code:
                 self._lose(failure("cuEventRecord", code))
@@ -228,7 +227,7 @@ class CopyStream:
         check("cuMemcpyBatchAsync", code)
 
     def _copy_rows(self, planes: Planes, index: int) -> None:
-        """One 2D copy. Called under the lock: the structure is the lane's own."""
+        """One 2D copy. Called under the lock, which protects the structure."""
         plane = self._plane
         device, host = (_TO, _FROM) if self._to_device else (_FROM, _TO)
         plane[:] = 0
@@ -242,12 +241,12 @@ class CopyStream:
         return self._driver.call("cuEventCreate", _EVENT_DISABLE_TIMING)
 
     def wait(self, number: int, *, seconds_max: float | None = None) -> None:
-        """Return once copy `number` is through. Raises `DeviceLost`, also after `seconds_max`."""
+        """Return once copy `number` is complete. Raises `DeviceLost`, also after `seconds_max`."""
         self._bind()
         self._when(lambda: self._through >= number, lambda: number, seconds_max=seconds_max)
 
     def mark(self, event: Any) -> None:
-        """Let `event` be reached once what was submitted until now is through."""
+        """Record `event` behind everything submitted so far."""
         self._bind()
         check("cuEventRecord", self._record(int(event), self._handle))
 
@@ -263,12 +262,12 @@ class CopyStream:
         self._when(reached, lambda: 0, seconds_max=seconds_max)
 
     def drain(self) -> None:
-        """Return once nothing that was submitted up to now can still run. Never raises."""
+        """Return once nothing submitted so far can still run. Never raises."""
         number = self._submitted
         try:
             self.wait(number)
         except CudaFailed:
-            return  # lost: nothing runs there any more
+            return  # The device is lost: nothing runs there any more.
 
     def _when(
         self,
@@ -277,7 +276,7 @@ class CopyStream:
         *,
         seconds_max: float | None = None,
     ) -> int:
-        """Poll until `true`, and act before another thread can change that."""
+        """Poll until `true`, then act under the same lock."""
         pause = POLL_SECONDS_MIN
         deadline = math.inf if seconds_max is None else time.monotonic() + seconds_max
         while True:
@@ -307,14 +306,14 @@ class CopyStream:
             self._events.append(event)
 
     def _lose(self, error: CudaFailed) -> None:
-        # Whatever it is called: after it, what runs and what does not is no longer known to us.
+        # After any error it is unknown which copies still run.
         self._lost = error if isinstance(error, DeviceLost) else DeviceLost(error.call, error.code)
 
     def close(self) -> None:
-        """Let what runs end, then give stream and events back. The context is current."""
+        """Drain, then destroy stream and events. The context is current."""
         self.drain()
         if self._lost is not None:
-            return  # they went with the context
+            return  # They are gone with the context.
         for event in self._events:
             self._driver.call("cuEventDestroy", event)
         self._events.clear()

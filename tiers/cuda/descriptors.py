@@ -1,12 +1,12 @@
-"""Descriptors of a copy: which bytes of a worker's memory are which bytes of a payload.
+"""Descriptors of a copy: pairs of ranges in a worker's memory and in a payload.
 
-Owns the arithmetic between block ids and the arrays that a batch copy takes: the runs of each
-block, runs that follow on each other joined, long ones cut to what pacing allows, and those cut in
-two that would straddle two registrations of the pool. Where the runs of a block lie at one distance
-from each other, they are also planes, each of which one 2D copy moves. Nothing here calls CUDA.
+Owns the arithmetic from block ids to the arrays of a batch copy: the runs of each block, adjacent
+runs joined, long ones cut for pacing, and those that cross two registrations of the pool cut in
+two. Runs of a block at a constant distance also form planes; one 2D copy moves a plane. Nothing
+here calls CUDA.
 
 Invariant: the descriptors and planes of a copy are disjoint and together are exactly its payload,
-so they may be carried out in any order.
+so they may be copied in any order.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     Addresses = npt.NDArray[np.uint64]
 
 PLANE_ROWS_MIN: Final = 8
-"""With fewer, a 2D copy saves no calls that count."""
+"""With fewer rows a 2D copy does not save enough calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class Descriptors:
-    """`sizes[i]` bytes at `device[i]` and at `host[i]` belong to each other."""
+    """`sizes[i]` bytes at `device[i]` correspond to those at `host[i]`."""
 
     device: Addresses
     host: Addresses
@@ -46,7 +46,7 @@ def describe(
     starts = (
         block_ids[:, np.newaxis] * runs.block_step_bytes + (runs.base_bytes + runs.starts_bytes)
     ).ravel()
-    # Runs stand in the payload's order, so those that follow on in memory do so in both.
+    # Runs are in the payload's order, so runs adjacent in memory are adjacent in both.
     first = np.concatenate(
         ([0], np.flatnonzero(starts[1:] != starts[:-1] + runs.size_bytes) + 1)
     ).astype(np.int64)
@@ -102,7 +102,7 @@ class PlaneShape:
 
     @classmethod
     def of(cls, runs: Runs) -> PlaneShape | None:
-        """The planes that the runs of a block form; None where they form none worth a call."""
+        """The planes that the runs of a block form; None if there are none worth a call."""
         starts = runs.starts_bytes
         if len(starts) < PLANE_ROWS_MIN:
             return None
@@ -137,7 +137,7 @@ def describe_planes(
 
 
 def cut_planes(found: Planes, bytes_max: int) -> Planes:
-    """The same copy with no plane over `bytes_max`, which is a row at least."""
+    """The same copy with no plane over `bytes_max`, which is at least one row."""
     rows_max = bytes_max // found.width_bytes
     parts = -(-found.rows.astype(np.int64) // rows_max)
     if len(parts) == 0 or parts.max() == 1:
@@ -155,7 +155,7 @@ def cut_planes(found: Planes, bytes_max: int) -> Planes:
 
 
 def inside_grid(found: Planes, origin: int, grid_bytes: int) -> npt.NDArray[np.bool_]:
-    """Which planes have a host range that lies between two multiples of `grid_bytes`."""
+    """Which planes have a host range between two multiples of `grid_bytes`."""
     at = (found.host - np.uint64(origin)) % np.uint64(grid_bytes)
     return at + found.rows * np.uint64(found.width_bytes) <= grid_bytes
 
@@ -178,7 +178,7 @@ def cut(found: Descriptors, bytes_max: int) -> Descriptors:
 def split_at_grid(found: Descriptors, origin: int, grid_bytes: int) -> Descriptors:
     """The same copy with no host range across a multiple of `grid_bytes` from `origin`.
 
-    No descriptor may be larger than `grid_bytes`: it crosses at most one such border.
+    No descriptor may exceed `grid_bytes`, so it crosses at most one border.
     """
     room = np.uint64(grid_bytes) - (found.host - np.uint64(origin)) % np.uint64(grid_bytes)
     crossing = found.sizes > room

@@ -1,13 +1,13 @@
-"""One GPU as the sidecar uses it: its context, its two lanes, and workers' memory mapped on it.
+"""One GPU as the sidecar uses it: its context, its two copy streams, and mapped memory of workers.
 
 Owns the retained primary context (one per process and device, shared by all workers on it), the
-lanes and the imports. Does not own the pool's pins nor when memory is unmapped. Which ways to copy
-are right and fast on it is found before it is used (`calibration.py`).
+streams and the imports. Does not own the pool's pins nor when memory is unmapped. The ways to copy
+are tested and timed before use (`calibration.py`).
 
 Devices are named by UUID: their numbers differ between processes (CUDA_VISIBLE_DEVICES).
 
-Invariants: a context is made current in each thread that calls; memory is imported at least as
-large as its layout says, or refused; it is unmapped only when no copy of it can run.
+Invariants: a context is made current in each calling thread; imported memory is at least as large
+as its layout, or refused; it is unmapped only when no copy of it can run.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _logger = logging.getLogger("kvlake.gpu")
 
 
 class Device:
-    """A GPU, by UUID. Raises `CudaFailed` where it cannot be used."""
+    """A GPU, by UUID. Raises `CudaFailed` if it cannot be used."""
 
     def __init__(
         self,
@@ -70,27 +70,27 @@ class Device:
         self._set_current = driver.entry("cuCtxSetCurrent")
         self._context: Any = driver.call("cuDevicePrimaryCtxRetain", self.ordinal)
         self._context_handle = int(self._context)
-        lanes: list[CopyStream] = []
+        streams: list[CopyStream] = []
         try:
             self.bind()
             for to_device, bytes_max in ((True, to_device_bytes_max), (False, to_host_bytes_max)):
-                lanes.append(
+                streams.append(
                     CopyStream(driver, self.bind, to_device=to_device, inflight_bytes_max=bytes_max)
                 )
-            self.to_device, self.to_host = lanes
+            self.to_device, self.to_host = streams
             directions = {"to_device": self.to_device, "to_host": self.to_host}
-            self.findings = Calibration(driver, directions, self.ordinal).run(strided)
+            self.calibration = Calibration(driver, directions, self.ordinal).run(strided)
         except BaseException as error:
-            # Of a device that was lost not even this may go well, and why it was is to be told.
+            # On a lost device this may fail, too; the first error is the one to report.
             with contextlib.suppress(CudaFailed):
-                for lane in lanes:
-                    lane.close()
-            # One that hangs would be waited for.
+                for stream in streams:
+                    stream.close()
+            # The release would wait for a device that hangs.
             if not (isinstance(error, CudaFailed) and error.code == NOT_READY):
                 with contextlib.suppress(CudaFailed):
                     driver.call("cuDevicePrimaryCtxRelease", self.ordinal)
             raise
-        for reason in self.findings.reasons:
+        for reason in self.calibration.reasons:
             _logger.warning("GPU %s: %s, so they are not used", self.uuid.hex(), reason)
 
     def bind(self) -> None:
@@ -99,12 +99,12 @@ class Device:
 
     @property
     def batches(self) -> bool:
-        """Whether copies of many pieces go in batches."""
-        return self.findings.batches
+        """Whether copies of many pieces are submitted in batches."""
+        return self.calibration.batches
 
     @property
     def lost(self) -> CudaFailed | None:
-        """Why nothing can be copied any more, if that is so."""
+        """The error after which nothing can be copied any more, if any."""
         return self.to_device.lost or self.to_host.lost
 
     def import_ipc(self, handle: bytes, layout: KVLayout, pins: PinnedMemory) -> DeviceMemory:
@@ -143,7 +143,7 @@ class Device:
             size_bytes = layout.size_bytes
             address = int(call("cuMemAddressReserve", size_bytes, 0, 0, 0))
             undo.append(lambda: call("cuMemAddressFree", address, size_bytes))
-            # The driver refuses to map more than the handle stands for.
+            # The driver refuses to map more than the allocation has.
             call("cuMemMap", address, size_bytes, 0, handle, 0)
             undo.append(lambda: call("cuMemUnmap", address, size_bytes))
             access = self.driver.make("CUmemAccessDesc")
@@ -170,10 +170,10 @@ class Device:
             )
 
     def close(self) -> None:
-        """Give everything back. Nothing of it may be mapped any more. Raises `CudaFailed`."""
+        """Release everything. No memory may be mapped any more. Raises `CudaFailed`."""
         self.bind()
-        for lane in (self.to_device, self.to_host):
-            lane.close()
+        for stream in (self.to_device, self.to_host):
+            stream.close()
         self.driver.call("cuDevicePrimaryCtxRelease", self.ordinal)
 
 
@@ -197,46 +197,46 @@ class DeviceMemory:
         self._plane_shape = PlaneShape.of(self._runs)
 
     def part(self, layout: KVLayout) -> DeviceMemory:
-        """The same memory, as another KV cache group lies in it. Whoever has this one unmaps."""
+        """Another KV cache group in the same memory. Closing it unmaps nothing."""
         return DeviceMemory(self.device, self._address, layout, self._pins, lambda: None)
 
-    def gather(self, block_ids: BlockIds, payload: Bytes) -> Flight:
+    def gather(self, block_ids: BlockIds, payload: Bytes) -> DeviceTransfer:
         """Begin to copy blocks into `payload`, which lies in the pool."""
         return self._begin(self.device.to_host, block_ids, payload, load=False)
 
-    def scatter(self, block_ids: BlockIds, payload: Bytes) -> Flight:
+    def scatter(self, block_ids: BlockIds, payload: Bytes) -> DeviceTransfer:
         """Begin to copy `payload`, which lies in the pool, to blocks."""
         return self._begin(self.device.to_device, block_ids, payload, load=True)
 
     def _begin(
-        self, lane: CopyStream, block_ids: BlockIds, payload: Bytes, *, load: bool
-    ) -> Flight:
+        self, stream: CopyStream, block_ids: BlockIds, payload: Bytes, *, load: bool
+    ) -> DeviceTransfer:
         check_copy(self._layout, block_ids, payload)
         if not len(block_ids):
-            return Flight(lane, 0, payload, load=load)
+            return DeviceTransfer(stream, 0, payload, load=load)
         try:
-            number = self._submit(lane, block_ids, payload.ctypes.data)
-            return Flight(lane, number, payload, load=load)
+            number = self._submit(stream, block_ids, payload.ctypes.data)
+            return DeviceTransfer(stream, number, payload, load=load)
         except CudaFailed:
-            # What was queued before it failed may still run.
-            lane.drain()
+            # Parts queued before the failure may still run.
+            stream.drain()
             raise
 
-    def _submit(self, lane: CopyStream, block_ids: BlockIds, host: int) -> int:
-        """Queue it; returns the number of the last part, after which all are through."""
+    def _submit(self, stream: CopyStream, block_ids: BlockIds, host: int) -> int:
+        """Queue a copy; returns the number of its last part."""
         origin, grid_bytes = self._pins.origin, self._pins.chunk_bytes
         runs, shape, number = self._runs, self._plane_shape, 0
-        if shape is not None and lane.takes_planes(runs.size_bytes, shape.pitch_bytes):
+        if shape is not None and stream.takes_planes(runs.size_bytes, shape.pitch_bytes):
             planes = describe_planes(runs, shape, block_ids, self._address, host)
             inside = inside_grid(planes, origin, grid_bytes)
             if inside.any():
-                number = lane.submit_planes(planes.select(inside))
+                number = stream.submit_planes(planes.select(inside))
             if inside.all():
                 return number
             found = planes.select(~inside).pieces()
         else:
             found = describe(runs, block_ids, self._address, host)
-        return lane.submit(split_at_grid(cut(found, grid_bytes), origin, grid_bytes))
+        return stream.submit(split_at_grid(cut(found, grid_bytes), origin, grid_bytes))
 
     def close(self) -> None:
         """Unmap it. No copy of it may be running."""
@@ -244,17 +244,17 @@ class DeviceMemory:
         self._unmap()
 
 
-class Flight:
-    """A copy on its way: a `Transfer`."""
+class DeviceTransfer:
+    """A running copy: a `Transfer`."""
 
-    def __init__(self, lane: CopyStream, number: int, payload: Bytes, *, load: bool) -> None:
-        self._lane = lane
+    def __init__(self, stream: CopyStream, number: int, payload: Bytes, *, load: bool) -> None:
+        self._lane = stream
         self._number = number
         self._payload = payload
         self._load = load
 
     def finish(self, visit: Visit) -> None:
-        """Wait for it, and show the payload: of a load while it travels. Raises `CudaFailed`."""
+        """Wait for it, and visit the payload; a load's during the copy. Raises `CudaFailed`."""
         if self._load:
             visit(self._payload.data)
             self._lane.wait(self._number)
@@ -264,5 +264,5 @@ class Flight:
 
     def settle(self) -> None:
         """Return once it cannot run any more."""
-        with contextlib.suppress(CudaFailed):  # lost: nothing runs there any more
+        with contextlib.suppress(CudaFailed):  # A lost device runs nothing.
             self._lane.wait(self._number)

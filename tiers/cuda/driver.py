@@ -1,9 +1,8 @@
-"""The CUDA driver, loaded: checked calls through cuda-python, and the hot ones through ctypes.
+"""The CUDA driver: checked calls through cuda-python, and frequent ones through ctypes.
 
-Owns the loading, and turning what a call returned into its values or a named error. cuda-python
-converts every argument, which costs 160 µs for a batch of 1,024 descriptors; what runs for every
-copy is therefore called by its address, with pointers into numpy arrays (4 µs). Those calls do not
-hold the GIL.
+Owns loading it, and converting results to values or named errors. cuda-python converts every
+argument, which takes 160 µs for a batch of 1,024 descriptors. The calls of every copy are therefore
+made by address, with pointers into numpy arrays (4 µs). They do not hold the GIL.
 
 Invariants: nothing is loaded before a `Driver` is made; no call here waits for the device.
 """
@@ -18,7 +17,7 @@ from typing import Any, Final
 from tiers.cuda.errors import DeviceMissing, DriverMissing, NotSupportedHere, failure
 
 API_VERSION: Final = 12080
-"""Version of the API whose argument lists are used: the first with `cuMemcpyBatchAsync`."""
+"""API version of the argument lists in use: the first with `cuMemcpyBatchAsync`."""
 UUID_BYTES: Final = 16
 _NAME_BYTES_MAX: Final = 256
 
@@ -37,9 +36,9 @@ _ENTRIES: Final[dict[str, tuple[Any, ...]]] = {
 
 
 class Driver:
-    """The driver, initialized. One per process is enough; see `driver()`.
+    """The initialized driver; `driver()` shares one per process.
 
-    Raises `DriverMissing` where there is none, no cuda-python, or no device.
+    Raises `DriverMissing` without a driver, cuda-python, or a device.
     """
 
     def __init__(self) -> None:
@@ -54,17 +53,17 @@ class Driver:
         except NotSupportedHere:
             raise
         except RuntimeError as error:
-            # cuda-python's own, where it finds no library.
+            # Raised by cuda-python when it finds no library.
             raise DriverMissing(str(error).split("\n", 1)[0]) from error
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call the driver; returns its values, one or a tuple. Raises `CudaFailed` by its name."""
+        """Call the driver; returns its value, or a tuple of values. Raises `CudaFailed`."""
         try:
             code, *values = getattr(self._api, name)(*arguments)
         except RuntimeError as error:
             if name == "cuInit":
                 raise
-            # cuda-python's own, for a function that this driver does not have.
+            # Raised by cuda-python for a function that this driver lacks.
             raise NotSupportedHere(name, 500, "CUDA_ERROR_NOT_FOUND") from error
         if int(code):
             raise failure(name, int(code), getattr(code, "name", ""))
@@ -79,9 +78,9 @@ class Driver:
         return getattr(self._api, kind)()
 
     def entry(self, name: str) -> Any:
-        """A hot function by its address: takes integers, returns the driver's code.
+        """A function by its address: takes integers, returns the driver's code.
 
-        Raises `NotSupportedHere` for one that this driver does not have.
+        Raises `NotSupportedHere` for one that this driver lacks.
         """
         found = self._entries.get(name)
         if found is None:
@@ -98,11 +97,11 @@ class Driver:
 
     def bytes_of(self, structure: Any, size_bytes: int) -> bytes:
         """The bytes of a structure of the API."""
-        # By its address: what cuda-python calls its fields is not the same in all releases.
+        # By its address: names of fields differ between releases of cuda-python.
         return ctypes.string_at(structure.getPtr(), size_bytes)
 
     def name(self, ordinal: int) -> str:
-        """What a device is called."""
+        """The name of a device."""
         found = bytes(self.call("cuDeviceGetName", _NAME_BYTES_MAX, ordinal))
         return found.split(b"\0", 1)[0].decode(errors="replace").strip()
 
@@ -120,7 +119,7 @@ class Driver:
 
 
 def check(name: str, code: int) -> None:
-    """Raise `CudaFailed` for what a hot function returned, unless that is success."""
+    """Raise `CudaFailed` unless the result of an `entry` is success."""
     if code:
         raise failure(name, code)
 
@@ -135,7 +134,7 @@ def is_loaded() -> bool:
 
 
 def driver() -> Driver:
-    """The driver of this process. Raises `DriverMissing`, and tries again when asked again."""
+    """The driver of this process. Raises `DriverMissing`; a later call tries again."""
     global _driver
     with _lock:
         if _driver is None:

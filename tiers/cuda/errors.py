@@ -1,7 +1,7 @@
-"""What the CUDA driver can answer, as errors named by condition and by who must act.
+"""Errors of the CUDA driver, named by condition and by who must act.
 
-Owns the table from the driver's codes to these names. A code that is not in it is a `CudaFailed`
-that says call and number. Every message says which call failed, with what, and what to do.
+Owns the table from the driver's codes to these names; other codes are a `CudaFailed`. Every message
+names the call, its result and the remedy.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from typing import Final
 
 from tiers.errors import TierError
 
-SUCCESS: Final = 0
 NOT_READY: Final = 600
 
 
 class CudaFailed(TierError):
-    """A call of the driver failed. `call` and `code` say which and how."""
+    """A call of the driver failed."""
 
     remedy = "see the driver's log (dmesg) and its documentation of this code"
 
@@ -26,7 +25,7 @@ class CudaFailed(TierError):
 
 
 class DriverMissing(CudaFailed):
-    """No driver, no cuda-python, or no device that this process may see."""
+    """There is no driver, no cuda-python, or no visible device."""
 
     remedy = (
         "install the NVIDIA driver and, in a clone of kvlake, '.[cuda]', and give the container "
@@ -40,13 +39,13 @@ class DriverMissing(CudaFailed):
 
 
 class DeviceMissing(CudaFailed):
-    """The device that was named is none of those that this process sees."""
+    """The requested device is not visible in this process."""
 
     remedy = "let the sidecar see every GPU of its engines (CUDA_VISIBLE_DEVICES, --gpus)"
 
 
 class DeviceMemoryFull(CudaFailed):
-    """The device, or the host memory that may be pinned, has no room."""
+    """Device memory, or host memory that may be pinned, is exhausted."""
 
     remedy = (
         "leave about 1 GiB of device memory free for the sidecar's context "
@@ -55,7 +54,7 @@ class DeviceMemoryFull(CudaFailed):
 
 
 class HandleInvalid(CudaFailed):
-    """A handle is none, or its owner is gone."""
+    """A handle is invalid, or its owner is gone."""
 
     remedy = (
         "the process that exported this memory has ended, or is in another container: share its "
@@ -79,13 +78,13 @@ class NotPermitted(CudaFailed):
 
 
 class DeviceLost(CudaFailed):
-    """The context is broken for good: nothing runs on this device any more from here."""
+    """The context is broken for good: this process can run nothing on the device any more."""
 
     remedy = "restart the sidecar; if it comes back, check the GPU (nvidia-smi -q, Xid in dmesg)"
 
 
 class CudaMisused(CudaFailed):
-    """Arguments that the driver refuses. A bug of kvlake, unless another process lied."""
+    """The driver refuses the arguments: a bug of kvlake, or false data of another process."""
 
     remedy = "please report it with the sidecar's log"
 
@@ -131,7 +130,7 @@ _BY_CODE: Final[dict[int, type[CudaFailed]]] = {
 
 
 def failure(call: str, code: int, name: str = "") -> CudaFailed:
-    """The error for what `call` returned."""
+    """The error for a result of `call`."""
     kind = _BY_CODE.get(code, CudaFailed)
     if kind is DriverMissing:
         return DriverMissing(f"{call} failed with {name or 'CUDA error'} ({code})", code)

@@ -1,8 +1,8 @@
-"""An engine's GPU memory, made mappable by another process.
+"""Export of an engine's GPU memory, so that another process can map it.
 
-Owns the choice between the two ways there are: a legacy IPC handle, which is bytes, for memory of
+Owns the choice between the two ways: a legacy IPC handle, which is bytes, for memory of
 `cudaMalloc`; a POSIX descriptor for memory of the virtual memory API (vLLM's cumem allocator, an
-expandable segment). Does not own the memory, nor what travels (`connector/export.py`).
+expandable segment). Does not own the memory, nor the message (`connector/export.py`).
 
 Runs inside the engine, in the thread whose context the memory belongs to. It allocates no device
 memory, starts no work and waits for none.
@@ -23,31 +23,31 @@ if TYPE_CHECKING:
 
 
 ALLOCATOR_VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Both are read: PyTorch 2.10 calls it by the second name, and still takes the first."""
+"""PyTorch 2.10 introduced the second name and still reads the first."""
 
 
 class ShareRefused(TierError):
-    """This memory cannot be shared; the message says why and what would help."""
+    """This memory cannot be shared; the message names the reason and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedAllocation:
-    """A whole allocation, as another process can map it: by `handle`, or else by `fd`."""
+    """A whole allocation that another process can map by `handle`, or else by `fd`."""
 
     device_uuid: bytes
     base: int
     size_bytes: int
     context: Any
-    """The context that it belongs to."""
+    """Its CUDA context."""
     handle: bytes = b""
     fd: int = -1
-    """A descriptor that the caller owns; -1 where `handle` is given."""
+    """A descriptor that the caller owns; -1 with a `handle`."""
 
 
 def share(address: int, num_bytes: int) -> SharedAllocation:
-    """Share the allocation that `num_bytes` at `address` lie in.
+    """Share the allocation of `num_bytes` at `address`.
 
-    Raises `ShareRefused`, or `CudaFailed` where the driver itself fails.
+    Raises `ShareRefused`, or `CudaFailed` if the driver itself fails.
     """
     cuda = driver()
     context = cuda.call("cuCtxGetCurrent")
@@ -100,7 +100,7 @@ def _descriptor(cuda: Driver, base: int, ipc_error: CudaFailed) -> int:
 
 
 def _expandable_by() -> str:
-    """Which variable turns expandable segments on; the allocator itself has them in any case."""
+    """Which variable enables expandable segments, for the message."""
     found = [
         name
         for name in ALLOCATOR_VARIABLES

@@ -1,11 +1,11 @@
-"""The host pool, pinned: registered with the driver, so that copy engines reach it by themselves.
+"""The pinned host pool: registered with the driver, so that copy engines access it directly.
 
-Owns the registrations, in chunks: one call for hundreds of gigabytes would hold the driver for many
-seconds, and all or nothing. Chunks are a grid from the pool's start; slots of several sizes share
-the pool, so a slot may lie across a border of the grid, and a copy must not (`split_at_grid`).
+Owns the registrations, in chunks: one call for hundreds of gigabytes would block the driver for
+many seconds, and is all or nothing. Chunks are a grid from the pool's start; slots of several sizes
+share the pool, so a slot may cross a border of the grid, and a copy must not (`split_at_grid`).
 
 Invariants: all of the memory is registered, or none of it; registrations are PORTABLE, so they
-count for every device of this process; they end before the memory is unmapped.
+are valid for every device of this process; they end before the memory is unmapped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PORTABLE: Final = 1
 
 
 class PinnedMemory:
-    """`memory` registered with the driver. A context must be current here and in `close`."""
+    """Registers `memory` with the driver. A context must be current here and in `close`."""
 
     def __init__(
         self, driver: Driver, memory: npt.NDArray[np.uint8], *, chunk_bytes: int = CHUNK_BYTES
@@ -47,6 +47,6 @@ class PinnedMemory:
     def close(self) -> None:
         """Unregister all of it. No copy may be running."""
         while self._registered:
-            # After the loss of a device its registrations went with it.
+            # The registrations of a lost device are gone.
             with contextlib.suppress(CudaFailed):
                 self._driver.call("cuMemHostUnregister", self._registered.pop())

@@ -1,15 +1,15 @@
-"""The fence page of a worker on a GPU: its stream writes the word that says that work is done.
+"""The fence page of a worker on a GPU: its stream writes the word that marks finished work.
 
-Owns the registration of the page with the driver, and which writes are still on their way. The page
-itself and what its words mean are `tiers/kv/fence.py`.
+Owns the registration of the page with the driver, and its pending writes. The page itself and the
+meaning of its words are in `tiers/kv/fence.py`.
 
 A write is queued on the engine's own stream (`cuStreamWriteValue64`), so it happens after all work
-that was queued before it: what a store reads has been computed, and whatever still touched the
-blocks that a load will fill is over. Nothing waits on the GPU for another process.
+queued before it: a store's data has been computed, and all earlier accesses to the blocks of a load
+are over. Nothing on the GPU waits for another process.
 
-Invariant: a page is unregistered and unmapped only when no write to it is on its way. A device that
-writes to a page that is gone takes the engine's context with it. Where that cannot be known, the
-page stays until the process ends.
+Invariant: a page is unregistered and unmapped only when no write to it is pending. A device that
+writes to an unmapped page destroys the engine's context. If that cannot be known, the page stays
+until the process ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _PORTABLE_AND_MAPPED: Final = 3
 _kept: list[StreamFence] = []
-"""Pages that a stream may still write to, though nobody needs them any more."""
+"""Closed pages that a stream may still write to."""
 
 
 class StreamFence(WorkerFence):
@@ -34,7 +34,7 @@ class StreamFence(WorkerFence):
 
     Args:
         context: the CUDA context of the stream.
-        stream: the stream that is current now, asked for at each signal.
+        stream: returns the current stream; called at each signal.
     """
 
     def __init__(self, context: Any, stream: Callable[[], int]) -> None:
@@ -47,9 +47,9 @@ class StreamFence(WorkerFence):
         self._write: Any = None
 
     def signal(self, sequence: int) -> None:
-        """Say that step `sequence` is finished, once the work queued up to now is.
+        """Mark step `sequence` as finished once all work queued so far is.
 
-        Raises `CudaFailed`; then it will not be said. Called in the engine's thread.
+        Called in the engine's thread. Raises `CudaFailed`; the step is not marked then.
         """
         if not self._device_address:
             self._register()
@@ -59,11 +59,11 @@ class StreamFence(WorkerFence):
 
     @property
     def quiet(self) -> bool:
-        """Whether no write is on its way."""
+        """Whether no write is pending."""
         return self.done >= self._signaled
 
     def _register(self) -> None:
-        # Only now: a page whose attempt to attach failed never meets the driver.
+        # At the first signal: a page of a failed attach is never registered.
         cuda = driver()
         self._write = cuda.entry("cuStreamWriteValue64")
         with self._bound():
@@ -82,7 +82,7 @@ class StreamFence(WorkerFence):
             cuda.call("cuCtxPopCurrent")
 
     def close(self) -> None:
-        """Unregister, unmap and close; a page that may still be written is kept instead."""
+        """Unregister, unmap and close; a page with a pending write is kept instead."""
         if self._registered:
             if not self.quiet:
                 _kept.append(self)

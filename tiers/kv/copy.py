@@ -207,7 +207,7 @@ class _PagePlan:
     def gather(self, memory: Bytes, block_ids: BlockIds, payload: Bytes, visit: Visit) -> None:
         source, target = self._tables(memory, payload)
         pages = self._page_numbers(block_ids)
-        for rows, piece in self._pieces(len(pages), payload):
+        for rows, piece in self._pieces(len(pages), payload, visit):
             # In its default mode take() buffers `out`, to leave it unchanged on a bad index. The
             # ids were checked, so nothing is clipped.
             np.take(source, pages[rows], axis=0, out=target[rows], mode="clip")
@@ -216,14 +216,16 @@ class _PagePlan:
     def scatter(self, memory: Bytes, block_ids: BlockIds, payload: Bytes, visit: Visit) -> None:
         target, source = self._tables(memory, payload)
         pages = self._page_numbers(block_ids)
-        for rows, piece in self._pieces(len(pages), payload):
+        for rows, piece in self._pieces(len(pages), payload, visit):
             target[pages[rows]] = source[rows]
             visit(piece)
 
-    def _pieces(self, num_pages: int, payload: Bytes) -> Iterator[tuple[slice, memoryview]]:
+    def _pieces(
+        self, num_pages: int, payload: Bytes, visit: Visit
+    ) -> Iterator[tuple[slice, memoryview]]:
         """Rows of the payload's table, and the same bytes of the payload."""
         page = self._page_bytes
-        step = max(1, PIECE_BYTES_MAX // page)
+        step = num_pages if visit is ignore else max(1, PIECE_BYTES_MAX // page)
         for first in range(0, num_pages, step):
             last = min(first + step, num_pages)
             yield slice(first, last), payload.data[first * page : last * page]

@@ -148,12 +148,12 @@ def _check_words(mixed: Words) -> Words:
     return words
 
 
-def _buckets(mixed: Words, mask: int) -> npt.NDArray[np.int64]:
+def _buckets(mixed: Words, mask: np.uint64) -> npt.NDArray[np.int64]:
     """The two buckets of each hash, shape (n, 2)."""
     buckets = np.empty((len(mixed), 2), dtype=np.uint64)
     buckets[:, 0] = mixed
     buckets[:, 1] = mixed >> np.uint64(32)
-    buckets &= np.uint64(mask)
+    buckets &= mask
     return buckets.view(np.int64)
 
 
@@ -296,7 +296,7 @@ class IndexWriter:
             self._changes += [(tag.tobytes(), flags) for tag in np.ascontiguousarray(tags)]
         mixed = mix_words(tags[:, 0], tags[:, 1])
         checks = _check_words(mixed)
-        buckets = _buckets(mixed, self._bucket_mask)
+        buckets = _buckets(mixed, np.uint64(self._bucket_mask))
         bases = buckets * _BUCKET_SLOTS
         rows = self._columns.states.reshape(-1, _BUCKET_SLOTS)
         states = rows.take(buckets.ravel(), axis=0).reshape(-1, 2 * _BUCKET_SLOTS)
@@ -433,7 +433,7 @@ class IndexReader:
         slots = (size_bytes - _HEADER_BYTES) // (_SLOT_WORDS * _WORD_BYTES)
         self._columns = _Columns(self._map, slots)
         self._rows = self._columns.states.reshape(-1, _BUCKET_SLOTS)
-        self._bucket_mask = slots // _BUCKET_SLOTS - 1
+        self._bucket_mask = np.uint64(slots // _BUCKET_SLOTS - 1)
         header = self._columns.header[: _HEADER_SLOTS + 1].tolist()
         if header != [_MAGIC, _VERSION, slots]:
             self.close()

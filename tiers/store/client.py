@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tiers.errors import ImageTruncated
-from tiers.threads import OwnThreads, lower_priority
+from tiers.threads import DedicatedThreads, lower_priority
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -135,7 +135,7 @@ async def run_to_end(
     limiter: anyio.CapacityLimiter,
     *,
     abort: Callable[[], None] | None = None,
-    threads: OwnThreads | None = None,
+    threads: DedicatedThreads | None = None,
 ) -> T:
     """Run `work` in a worker thread. Returns after it has ended, even if cancelled.
 

@@ -37,7 +37,7 @@ import anyio.to_thread
 
 from tiers.store.aws_credentials import OBSTORE_AHEAD_SECONDS, Credential, Provider
 from tiers.store.client import PIECE_BYTES, Bytes, Seen, check_size, run_to_end
-from tiers.threads import ThreadTurns
+from tiers.threads import ComputeLimiter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -147,7 +147,7 @@ class _Head(NamedTuple):
 class _Connection:
     """A connected socket, used by one exchange at a time."""
 
-    def __init__(self, sock: socket.socket, read_seconds_max: float, turns: ThreadTurns) -> None:
+    def __init__(self, sock: socket.socket, read_seconds_max: float, turns: ComputeLimiter) -> None:
         # A blocking socket with the kernel's own limit: Python's would make it non-blocking, and
         # then one call could not wait for a whole body.
         sock.setblocking(True)
@@ -318,7 +318,7 @@ class S3DirectReads:
         # The caller bounds how many reads run at a time; a thread mostly waits for its socket.
         self._threads = anyio.CapacityLimiter(math.inf)
         self._idle: list[_Connection] = []
-        self._turns = ThreadTurns()
+        self._turns = ComputeLimiter()
         self._closed = False
 
     async def get(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:

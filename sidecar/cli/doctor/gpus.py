@@ -98,9 +98,9 @@ def _feature(about: str, what: str, remedy: str, *, has: bool) -> Check:
 
 
 def _strided(device: Device, about: str) -> Check:
-    rates = describe_rates(device.findings)
-    if not device.findings.planes:
-        reason = "; ".join(device.findings.reasons)
+    rates = describe_rates(device.calibration)
+    if not device.calibration.planes:
+        reason = "; ".join(device.calibration.reasons)
         return warning(about, f"2D copies: no ({reason})", "nothing: batches do it")
     rates_text = "; ".join(
         f"{name} {', '.join(f'{width} {rate}' for width, rate in one.items())}"

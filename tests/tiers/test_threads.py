@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from tiers.store.client import run_to_end
-from tiers.threads import BEHIND, NICENESS_MAX, lower_priority
+from tiers.threads import NICENESS_ADDED, NICENESS_MAX, lower_priority
 
 if TYPE_CHECKING:
     import pytest
@@ -47,7 +47,7 @@ class TestStepBack:
         for _ in range(2):
             # A thread that is used again steps back once.
             found = await run_to_end(niceness, limiter)
-            assert found == min(own + BEHIND, NICENESS_MAX)
+            assert found == min(own + NICENESS_ADDED, NICENESS_MAX)
         assert niceness() == own
 
     async def test_a_loop_that_does_a_threads_work_stays_where_it_is(self) -> None:
@@ -60,7 +60,7 @@ class TestStepBack:
         told = subprocess.run(words, check=True, capture_output=True, text=True).stdout
         own, others = ([int(one) for one in line.split()] for line in told.splitlines())
         assert len(set(own)) == 1
-        assert others == [min(own[0] + BEHIND, NICENESS_MAX)]
+        assert others == [min(own[0] + NICENESS_ADDED, NICENESS_MAX)]
 
     def test_a_sandbox_that_forbids_it_changes_nothing(
         self, monkeypatch: pytest.MonkeyPatch
