@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tests.harness.servers import S3Server
 
 CHUNKS, KEPT = 12, 4
+HOST = {"size": "64MiB"}
 QUICK: dict[str, Any] = {
     "refresh_seconds": 0.05,
     "catalog_flush": 0.05,
@@ -77,7 +78,7 @@ class Gc:
 def store(short_directory: Path, seaweed: S3Server) -> dict[str, Any]:
     """A prefix of its own, which a sidecar has filled."""
     store = {"url": f"{seaweed.url}/{short_directory.name}", **seaweed.settings, **QUICK}
-    sidecar = SidecarProcess(short_directory / "writer", {"store": store})
+    sidecar = SidecarProcess(short_directory / "writer", {"store": store, "host": HOST})
     with sidecar, Worker(Path(sidecar.socket)) as worker:
         for number in range(CHUNKS):
             assert worker.store(number, key_of(number), range(4)) is Outcome.OK
@@ -107,7 +108,7 @@ def finish(gc: Gc, folder: Path, store: dict[str, Any], watch: BucketWatch) -> N
     [report] = json.loads(told)["namespaces"]
     assert (report["objects"], report["waiting"]) == (KEPT, 0), report
     assert watch.held().objects["chunk"] == KEPT
-    sidecar = SidecarProcess(folder / "reader", {"store": store})
+    sidecar = SidecarProcess(folder / "reader", {"store": store, "host": HOST})
     with sidecar, Worker(Path(sidecar.socket)):
         sidecar.wait("offered", lambda now: now["tiers"]["store"]["chunks"] == KEPT)
 
