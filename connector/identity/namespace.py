@@ -137,19 +137,15 @@ def _of_model(vllm_config: Any) -> dict[str, Any]:
     model = vllm_config.model_config
     hf_config = model.hf_text_config
     load_format = str(vllm_config.load_config.load_format)
-    dummy = load_format == "dummy"
     return {
         "model": model_identity(
-            model.model,
-            model.revision,
-            model.hf_config,
+            model,
+            load_format,
             streamed_from=_streamed_from(vllm_config),
-            dummy=dummy,
             sampled=samples_weights(vllm_config),
-            load_format=load_format,
         ),
         # Random weights: their KV must never be taken for the model's.
-        "dummy_weights": dummy,
+        "dummy_weights": load_format == "dummy",
         "hf_overrides": overrides_of(model),
         "cache_dtype": str(vllm_config.cache_config.cache_dtype),
         "rope": plain(getattr(hf_config, "rope_parameters", None)),

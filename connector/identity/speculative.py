@@ -101,14 +101,7 @@ def speculation_of(vllm_config: Any) -> Speculation:
     drafter = {
         "method": str(speculative.method),
         "quantization": str(model.quantization),
-        **model_identity(
-            model.model,
-            model.revision,
-            model.hf_config,
-            dummy=str(load.load_format) == "dummy",
-            sampled=samples_weights(vllm_config),
-            load_format=str(load.load_format),
-        ),
+        **model_identity(model, str(load.load_format), sampled=samples_weights(vllm_config)),
     }
     lengths = (vllm_config.model_config.max_model_len, model.max_model_len)
     longest = min(int(length) for length in lengths if length)

@@ -72,26 +72,21 @@ class WeightsUnknown(Exception):
 
 
 def model_identity(
-    model: str,
-    revision: str | None,
-    hf_config: Any,
-    *,
-    streamed_from: str = "",
-    dummy: bool = False,
-    sampled: bool = False,
-    load_format: str = "auto",
+    config: Any, load_format: str = "auto", *, streamed_from: str = "", sampled: bool = False
 ) -> dict[str, str]:
     """Name and commit of a hub model, or a digest of the files of a local one.
 
-    A revision may be a branch, which moves; transformers notes the commit in the configuration.
-    Weights that are `streamed_from` a URL are known by the revision alone. Digests of `sampled`
-    files cover a part of their bytes, and never equal those of whole files.
+    `config` is vLLM's `ModelConfig`. Its revision may be a branch, which moves; transformers notes
+    the commit. Weights that are `streamed_from` a URL are known by the revision alone. Digests of
+    `sampled` files cover a part of their bytes, and never equal those of whole files.
 
     Raises:
-        WeightsUnknown: two models could not be told apart. Not for `dummy` weights.
+        WeightsUnknown: two models could not be told apart. Not for dummy weights.
         OSError: the files are there and cannot be read.
     """
+    model, revision, hf_config = config.model, config.revision, config.hf_config
     path = Path(model)
+    dummy = load_format == "dummy"
     others = {} if dummy else _other_models(hf_config, sampled=sampled)
     if load_format not in _USUAL_FORMATS:
         # A commit may hold other weights in other formats.
@@ -102,8 +97,8 @@ def model_identity(
                 f"its weights are streamed from {streamed_from}, which may hold others tomorrow; "
                 "name them with --revision, and change the name whenever they change"
             )
-        config = folder_digest(path) if path.is_dir() else ""
-        return others | {"name": streamed_from, "revision": revision, "config": config}
+        beside = folder_digest(path) if path.is_dir() else ""
+        return others | {"name": streamed_from, "revision": revision, "config": beside}
     if path.is_dir():
         if not dummy and not _weights_in(path, load_format):
             known = ", ".join(_FORMATS.get(load_format, _WEIGHTS))

@@ -28,6 +28,18 @@ from tests import places
 TENSORS = {"model.embed": 5000, "model.layers.0.q": 64, "model.layers.1.q": 3000}
 
 
+def identity_of(
+    model: str,
+    revision: str | None,
+    hf_config: Any,
+    *,
+    load_format: str = "auto",
+    streamed_from: str = "",
+) -> dict[str, str]:
+    config = SimpleNamespace(model=model, revision=revision, hf_config=hf_config)
+    return model_identity(config, load_format, streamed_from=streamed_from)
+
+
 def adapter_identity(path: str) -> str:
     return read_adapter(path).digest
 
@@ -58,7 +70,7 @@ class TestFolders:
         one = write_weights(tmp_path / "one")
         other = write_weights(tmp_path / "elsewhere" / "other")
         assert folder_digest(one) == folder_digest(other)
-        assert model_identity(str(one), None, None) == model_identity(str(other), "main", None)
+        assert identity_of(str(one), None, None) == identity_of(str(other), "main", None)
 
     def test_only_models_in_folders_have_a_display_name(self, tmp_path: Path) -> None:
         place = str(write_weights(tmp_path / "one"))
@@ -131,19 +143,19 @@ class TestFolders:
         names = {"pt": "x.pt", "npcache": "x.bin", "tensorizer": "model.tensors"}
         if load_format in names:
             with pytest.raises(WeightsUnknown, match="no weights in"):
-                model_identity(str(tmp_path), None, None, load_format=load_format)
+                identity_of(str(tmp_path), None, None, load_format=load_format)
         path = tmp_path / names.get(load_format, "x.gguf")
         path.write_bytes(b"a" * 5000)
-        before = model_identity(str(tmp_path), None, None, load_format=load_format)
-        safetensors = model_identity(str(tmp_path), None, None)
+        before = identity_of(str(tmp_path), None, None, load_format=load_format)
+        safetensors = identity_of(str(tmp_path), None, None)
         path.write_bytes(b"b" * 5000)
-        assert model_identity(str(tmp_path), None, None, load_format=load_format) != before
-        assert model_identity(str(tmp_path), None, None) == safetensors
-        assert model_identity(str(tmp_path), None, None, load_format="mistral") == safetensors
+        assert identity_of(str(tmp_path), None, None, load_format=load_format) != before
+        assert identity_of(str(tmp_path), None, None) == safetensors
+        assert identity_of(str(tmp_path), None, None, load_format="mistral") == safetensors
 
     def test_arrays_of_npcache_count_instead_of_weights(self, tmp_path: Path) -> None:
         def of() -> dict[str, str]:
-            return model_identity(str(tmp_path), None, None, load_format="npcache")
+            return identity_of(str(tmp_path), None, None, load_format="npcache")
 
         (tmp_path / "x.bin").write_bytes(b"a" * 5000)
         before = of()
@@ -176,10 +188,10 @@ class TestFolders:
         def of(**names: Any) -> dict[str, str]:
             config = SimpleNamespace(audio_model_id=None, text_model_id=None, _commit_hash="abc")
             vars(config).update(names)
-            assert model_identity("org/m", None, config, dummy=True)["name"] == "org/m"
+            assert identity_of("org/m", None, config, load_format="dummy")["name"] == "org/m"
             return {
-                **model_identity("org/m", None, config),
-                "folder": str(model_identity(str(model), None, config)),
+                **identity_of("org/m", None, config),
+                "folder": str(identity_of(str(model), None, config)),
             }
 
         alone = of()
@@ -305,15 +317,15 @@ class TestFilesBesideTheWeights:
 class TestNames:
     def test_a_hub_model_is_its_name_and_commit(self) -> None:
         config = SimpleNamespace(_commit_hash="abc")
-        assert model_identity("org/model", None, config) == {"name": "org/model", "revision": "abc"}
+        assert identity_of("org/model", None, config) == {"name": "org/model", "revision": "abc"}
         # A branch moves; the commit that it stood at is what was loaded.
-        assert model_identity("org/model", "main", config)["revision"] == "abc"
-        assert model_identity("org/model", "v2", SimpleNamespace())["revision"] == "v2"
+        assert identity_of("org/model", "main", config)["revision"] == "abc"
+        assert identity_of("org/model", "v2", SimpleNamespace())["revision"] == "v2"
 
     def test_a_name_that_may_mean_other_weights_tomorrow_is_refused(self) -> None:
         with pytest.raises(WeightsUnknown, match="--revision"):
-            model_identity("org/model", None, SimpleNamespace())
-        assert model_identity("org/model", None, SimpleNamespace(), dummy=True)
+            identity_of("org/model", None, SimpleNamespace())
+        assert identity_of("org/model", None, SimpleNamespace(), load_format="dummy")
 
     def test_weights_that_are_streamed_are_told_apart_by_their_revision(
         self, tmp_path: Path
@@ -322,7 +334,7 @@ class TestNames:
         (tmp_path / "config.json").write_text("{}")
 
         def of(url: str, revision: str | None) -> dict[str, str]:
-            return model_identity(str(tmp_path), revision, None, streamed_from=url)
+            return identity_of(str(tmp_path), revision, None, streamed_from=url)
 
         assert of("s3://bucket/a", "1") != of("s3://bucket/b", "1")
         assert of("s3://bucket/a", "1") != of("s3://bucket/a", "2")
@@ -332,15 +344,15 @@ class TestNames:
     def test_a_folder_without_weights_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text("{}")
         with pytest.raises(WeightsUnknown, match="no weights in"):
-            model_identity(str(tmp_path), "main", None)
-        assert model_identity(str(tmp_path), None, None, dummy=True)
+            identity_of(str(tmp_path), "main", None)
+        assert identity_of(str(tmp_path), None, None, load_format="dummy")
 
     def test_a_single_file_is_what_it_holds(self, tmp_path: Path) -> None:
         path = tmp_path / "model.gguf"
         path.write_bytes(b"a" * 5000)
-        before = model_identity(str(path), None, None)
+        before = identity_of(str(path), None, None)
         path.write_bytes(b"b" * 5000)
-        assert model_identity(str(path), None, None) != before
+        assert identity_of(str(path), None, None) != before
 
     def test_an_adapter_is_its_files(self, tmp_path: Path) -> None:
         one = write_weights(tmp_path / "one")
