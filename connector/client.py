@@ -136,7 +136,6 @@ class Client:
     Args:
         paths: where the sidecar's `attach.sock` may be; the first that accepts a connection.
         make_attempt: builds message and descriptors of each attempt, on the thread.
-        retry_seconds: pause between two attempts.
     """
 
     def __init__(
@@ -194,8 +193,7 @@ class Client:
     def send(self, session: SidecarSession, message: ClientMessage) -> bool:
         """Queue a message for `session`. False if that ended or is full, or the message too long.
 
-        The live session may have changed since the message was made. A job that was sent in the
-        next session could not be revoked through this one's fence page.
+        Never for a later session: a job could not be revoked there through this one's fence page.
         """
         if self.session is not session or self._dealer is None:
             return False
@@ -224,10 +222,7 @@ class Client:
             self._dealer.poll(milliseconds, zmq.POLLIN)
 
     def poll(self, of: SidecarSession | None = None) -> list[ServerMessage]:
-        """Messages that have arrived, at most `MESSAGES_PER_POLL_MAX`; never waits.
-
-        With a session given, none if another one is live by now.
-        """
+        """Messages that have arrived, up to a limit; none if another session `of` is given."""
         session = self.session
         if session is None or self._dealer is None or (of is not None and of is not session):
             return []
@@ -251,8 +246,7 @@ class Client:
     def close(self, release_seconds_max: float = 0.0, *, wait_seconds_max: float = 2.0) -> bool:
         """End the session and the thread. Returns whether the sidecar released everything of ours.
 
-        Waits `release_seconds_max` for that, and `wait_seconds_max` more for the thread. May be
-        called twice.
+        Waits `release_seconds_max` for that, and `wait_seconds_max` more. May be called twice.
         """
         if self._closing.is_set():
             return not self._held
@@ -440,12 +434,8 @@ def _close_all(fds: list[int]) -> None:
 class UncachedNotice:
     """Tells each sidecar why this process serves without the cache, until `close`.
 
-    An engine that was refused never attaches, so without this the sidecar would not know of it.
-    Does not wait, raise or log: vLLM's log has the reason.
-
-    Args:
-        paths: where the sidecar's `attach.sock` may be.
-        message: field, value and remedy, for an operator. Long messages are cut.
+    A refused engine never attaches, so the sidecar would not know of it. Does not wait, raise or
+    log: vLLM's log has the reason. `message` has field, value and remedy; long ones are cut.
     """
 
     def __init__(

@@ -57,10 +57,7 @@ class TierEvents:
         self._removed: dict[_Place, RemovedEvent] = {}
 
     def poll(self, client: Client) -> list[ServerMessage]:
-        """Receive all events that have arrived; returns the other messages.
-
-        Acknowledges the events: the sidecar sends no more than a few ahead of that.
-        """
+        """Receive and acknowledge events that have arrived; returns the other messages."""
         session = client.session
         self.set_session(session)
         others: list[ServerMessage] = []
@@ -144,10 +141,9 @@ def _removals(published: Iterable[tuple[_Place, StoredEvent]]) -> list[RemovedEv
 def vllm_events(
     events: Iterable[TierEvent], owner: Callable[[int], str], *, several_groups: bool
 ) -> list[KVCacheEvent]:
-    """Events of chunks as vLLM's events, in order, without tokens.
+    """Events of chunks as vLLM's events, in order, without tokens; consecutive chunks are joined.
 
-    One event of vLLM has consecutive chunks: of one chain, removed from one tier, or known by name
-    only. `owner` gives the owner of a KV cache group's chunks.
+    `owner` gives the owner of a KV cache group's chunks.
     """
     runs: list[list[TierEvent]] = []
     for event in events:
@@ -197,10 +193,9 @@ def _vllm_event(
 
 
 def hits_event() -> KVCacheEvent:
-    """An event that tells the sidecar that this engine publishes hits like new blocks.
+    """Tells the sidecar that vLLM publishes hits like new blocks, as a request asked for.
 
-    It does so once a request asks for it with `kv_cache_report_mode`. The event names no block, so
-    it means nothing to other subscribers.
+    Names no block, so it means nothing to other subscribers.
     """
     from vllm.distributed.kv_events import MEDIUM_GPU, BlockRemoved
 

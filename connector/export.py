@@ -1,12 +1,11 @@
 """Makes the KV cache memory of one worker mappable by the sidecar.
 
-CPU: while vLLM allocates the cache, its one `torch.zeros` returns a tensor over a memfd, so nothing
-is copied. If that allocation was not seen, for example by a vLLM that allocates in another way, the
-storage is moved to shared memory once, before it holds any KV.
+CPU: while vLLM allocates the cache, its one `torch.zeros` returns a tensor over a memfd. If that
+allocation was not seen, the storage is moved to shared memory once, before it holds any KV.
 
-CUDA: the allocation of the cache is exported whole, by a legacy IPC handle or, for memory of the
-virtual memory API, as a descriptor (`tiers/cuda/ipc_export.py`). Nothing is moved. What cannot be
-shared (MIG, several allocations) is refused with the remedy.
+CUDA: the allocation is exported whole, by a legacy IPC handle or, for memory of the virtual memory
+API, as a descriptor (`tiers/cuda/ipc_export.py`). What cannot be shared (MIG, several allocations)
+is refused with the remedy.
 """
 
 from __future__ import annotations
@@ -179,10 +178,8 @@ def export(
 ) -> ExportedMemory:
     """Describe and share the KV cache that vLLM registered.
 
-    Args:
-        groups: every KV cache group; their tensors may overlap.
-        allocation: the context in which they were allocated, if there was one.
-        stream: returns the handle of the CUDA stream that the engine's work is queued on.
+    `groups` are all KV cache groups, whose tensors may overlap. `stream` returns the handle of the
+    CUDA stream that the engine's work is queued on.
 
     Raises:
         ExportRefused: the memory is not one allocation, or is of a kind that cannot be shared.
@@ -217,9 +214,8 @@ def require_block_tokens(memory: ExportedMemory, block_tokens: Sequence[int]) ->
             memory.close()
             raise ExportRefused(
                 f"its blocks of {expected} tokens lie in memory as blocks of "
-                f"{layout.block_tokens}; "
-                f"set --block-size {layout.block_tokens}, or choose an attention backend whose "
-                f"kernels take {expected}"
+                f"{layout.block_tokens}; set --block-size {layout.block_tokens}, or choose an "
+                f"attention backend whose kernels take {expected}"
             )
 
 

@@ -1,19 +1,20 @@
 """What the scheduler role and the workers of one engine exchange in each step.
 
-Owns plain records without vLLM in them, which travel by pickle between vLLM's own processes;
-`vllm.py` wraps them in vLLM's classes. Jobs are already as a worker sends them to its sidecar.
+Plain records without vLLM in them, pickled between vLLM's own processes; `vllm.py` wraps them in
+vLLM's classes. Jobs are already as a worker sends them to its sidecar.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from sidecar.protocol import LoadJob, StoreJob
 
 OVERHEAD_BYTES_MAX: Final = 128
-"""Of an encoded job or chunk of a job, without its tokens and block ids."""
+"""Size of an encoded job, or chunk of a job, without its tokens and block ids."""
 BLOCK_ID_BYTES_MAX: Final = 5
 
 
@@ -33,13 +34,14 @@ class Load:
 
 @dataclass(slots=True)
 class Store:
-    """Chunks of one request that a step completes."""
+    """Chunks of one request that a step completes.
+
+    A worker stores them only if it has loaded `adapter_files` for vLLM's number `adapter_id`.
+    """
 
     job: StoreJob
     adapter_id: int = 0
-    """vLLM's number for the request's LoRA adapter; 0 without one."""
     adapter_files: str = ""
-    """The files that a worker must have loaded for that number, or the job fails."""
 
     @property
     def bytes_max(self) -> int:
@@ -68,7 +70,7 @@ class StepPlan:
 
 @dataclass(slots=True)
 class StepReport:
-    """What ended on a rank since its last report; `add` sums the reports of several ranks."""
+    """What ended on a rank since its last report."""
 
     ended: dict[int, int] = field(default_factory=dict)
     """Ended store jobs: job id to the number of ranks."""
@@ -91,18 +93,11 @@ class StepReport:
     def add(self, other: StepReport) -> StepReport:
         """Sum of two ranks' reports."""
         return StepReport(
-            _sum(self.ended, other.ended),
+            Counter(self.ended) + Counter(other.ended),
             self.failed + other.failed,
             self.stores_expired + other.stores_expired,
             self.loads_expired + other.loads_expired,
             self.refusal or other.refusal,
-            _sum(self.adapters, other.adapters),
+            Counter(self.adapters) + Counter(other.adapters),
             self.weights_changed or other.weights_changed,
         )
-
-
-_Key = TypeVar("_Key")
-
-
-def _sum(one: dict[_Key, int], other: dict[_Key, int]) -> dict[_Key, int]:
-    return {key: one.get(key, 0) + other.get(key, 0) for key in (*one, *other)}

@@ -1,7 +1,6 @@
 """What a request asks of the cache: `kv_transfer_params={"kvlake": {...}}`.
 
-Owns the parameters and their meaning. Does not own what follows from them (`scheduler/`), nor the
-operator's limits.
+Owns the parameters and their meaning. Does not own what follows from them (`scheduler/`).
 
 Invariant: a parameter that is not understood means less caching, never more and never an error. An
 invalid value turns off what it is about. An unknown parameter, which may be about anything, turns
@@ -70,11 +69,7 @@ NOTHING: Final = RequestParams(reads=False, writes=False)
 
 
 class RequestParamsReader:
-    """Reads the parameters of requests. Logs the first request that it does not understand.
-
-    Args:
-        unsupported: parameters that are ignored here. The first request with one is logged, too.
-    """
+    """Reads parameters of requests. Logs the first that is invalid, and the first `unsupported`."""
 
     def __init__(self, unsupported: Collection[str] = ()) -> None:
         self._unsupported = unsupported

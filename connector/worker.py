@@ -67,12 +67,7 @@ class TransferResults:
 
 
 class WorkerRole:
-    """One rank's end of the connector.
-
-    Args:
-        make_client: builds the client around a function that makes an `Attempt`.
-        describe: builds the `Attach` of this rank from its memory.
-    """
+    """One rank's end of the connector. `describe` builds its `Attach` from its memory."""
 
     def __init__(
         self,
@@ -127,9 +122,8 @@ class WorkerRole:
     ) -> None:
         """Send this step's jobs. Call after the step's forward pass was queued or executed.
 
-        `has_adapter` says whether this worker loaded these files for an adapter's number. KV of
-        other files must not be stored: every engine would find it under this adapter's name.
-        All jobs of a `stale` plan fail: it was made for other weights.
+        `has_adapter` says whether this worker loaded these files for an adapter's number: KV of
+        other files must not be stored. A `stale` plan was made for other weights: its jobs fail.
         """
         if plan.retired:
             # In the middle of a step, so do not wait. Open jobs end as when a sidecar dies. The
@@ -183,10 +177,9 @@ class WorkerRole:
             self._end(store.job.job_id, None, Outcome.FAILED)
 
     def _signal(self, fence: WorkerFence) -> bool:
-        """Have the page show when this step's work is done; False where it never will.
+        """Have the page show when this step's work is done; False if it never will.
 
-        On a CPU the forward pass is already over; on a GPU the stream writes the word after it.
-        Loads wait for that as well: the step may still read the blocks that they overwrite.
+        Loads wait for that, too: the step may still read the blocks that they overwrite.
         """
         try:
             fence.signal(self._step)
@@ -200,10 +193,9 @@ class WorkerRole:
     def collect(self) -> TransferResults:
         """Everything that ended since the last call. Call once per step.
 
-        In a step that computes nothing this may wait a moment for an answer: vLLM would repeat the
-        step at once, and spinning takes the core that the sidecar needs. That holds for a rank
-        without open jobs, too, while the engine waits for another rank or a lookup: two spinning
-        workers on two cores kept a sidecar from running for seconds.
+        In a step that computes nothing this waits a moment for an answer if any rank or lookup
+        does: vLLM repeats such a step at once, and two spinning workers on two cores kept a sidecar
+        from running for seconds.
         """
         self._refresh_session()
         if self._idle and (self.outstanding or self._waiting):

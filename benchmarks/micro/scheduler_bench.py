@@ -120,7 +120,7 @@ class Bench:
 
     def end_stores(self, plan: Any) -> None:
         """Every rank copied everything."""
-        self.role.stores_ended(StepReport({store.job_id: 1 for store in plan.stores}))
+        self.role.stores_ended(StepReport({store.job.job_id: 1 for store in plan.stores}))
 
     def hit(self) -> None:
         """A prompt of which everything is in host memory."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ def root_key(
     return hashlib.sha256(_DOMAIN + b"root" + parts).digest()
 
 
+@dataclass(slots=True, eq=False)
 class KeyChain:
     """Keys of the chunks of one growing token sequence.
 
@@ -63,56 +64,43 @@ class KeyChain:
         ahead_tokens: how many tokens behind a chunk its KV depends on.
     """
 
-    __slots__ = (
-        "_ahead_tokens",
-        "_block_tokens",
-        "_chunk_tokens",
-        "_media",
-        "_partials",
-        "_root",
-        "_tokens",
-        "keys",
+    root: bytes
+    chunk_tokens: int
+    block_tokens: int
+    media: Sequence[MediaItem] = ()
+    _: KW_ONLY
+    beside: InitVar[KeyChain | None] = None
+    ahead_tokens: int = 0
+    keys: list[bytes] = field(default_factory=list[bytes], init=False)
+    """Keys of the full chunks, first to last. Do not change the list."""
+    token_bytes: bytearray = field(default_factory=bytearray, init=False)
+    partials: dict[tuple[int, int], bytes] = field(
+        default_factory=dict[tuple[int, int], bytes], init=False
     )
 
-    def __init__(
-        self,
-        root: bytes,
-        chunk_tokens: int,
-        block_tokens: int,
-        media: Sequence[MediaItem] = (),
-        *,
-        beside: KeyChain | None = None,
-        ahead_tokens: int = 0,
-    ) -> None:
-        self._root = root
-        self._ahead_tokens = ahead_tokens
-        self._chunk_tokens = chunk_tokens
-        self._block_tokens = block_tokens
-        self._media = tuple(media)
-        self._tokens: bytearray = bytearray() if beside is None else beside._tokens  # noqa: SLF001 (a chain too)
-        self.keys: list[bytes] = []
-        """Keys of the full chunks, first to last. Do not change the list."""
-        self._partials: dict[tuple[int, int], bytes] = {}
+    def __post_init__(self, beside: KeyChain | None) -> None:
+        if beside is not None:
+            self.token_bytes = beside.token_bytes
 
     @property
     def num_tokens(self) -> int:
         """Tokens hashed so far."""
-        return len(self._tokens) // _TOKEN_BYTES
+        return len(self.token_bytes) // _TOKEN_BYTES
 
     @property
     def decided_tokens(self) -> int:
         """Leading tokens whose KV is determined by the tokens hashed so far."""
-        return max(0, self.num_tokens - self._ahead_tokens)
+        return max(0, self.num_tokens - self.ahead_tokens)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append token ids (int32 range) and hash the chunks that they complete."""
-        self._tokens += array("i", token_ids).tobytes()
+        self.token_bytes += array("i", token_ids).tobytes()
         self.follow()
 
     def follow(self) -> None:
         """Hash the chunks that were completed since in this chain or the one beside it."""
-        for index in range(len(self.keys), self.decided_tokens // self._chunk_tokens):
-            self.keys.append(self._key(index, self._chunk_tokens))
+        for index in range(len(self.keys), self.decided_tokens // self.chunk_tokens):
+            self.keys.append(self._key(index, self.chunk_tokens))
 
     def parent(self, index: int) -> bytes:
         """Key of the chunk before chunk `index`, or 32 zero bytes for the first."""
@@ -120,37 +108,39 @@ class KeyChain:
 
     def tokens(self, index: int, num_blocks: int) -> bytes:
         """Little-endian int32 bytes of the first `num_blocks` blocks of chunk `index`."""
-        start = index * self._chunk_tokens * _TOKEN_BYTES
-        return bytes(self._tokens[start : start + num_blocks * self._block_tokens * _TOKEN_BYTES])
+        start = index * self.chunk_tokens * _TOKEN_BYTES
+        return bytes(
+            self.token_bytes[start : start + num_blocks * self.block_tokens * _TOKEN_BYTES]
+        )
 
     def partial(self, index: int, num_blocks: int) -> bytes:
         """Key of the first `num_blocks` blocks of chunk `index`; all chunks before it are full."""
-        key = self._partials.get((index, num_blocks))
+        key = self.partials.get((index, num_blocks))
         if key is None:
-            key = self._key(index, num_blocks * self._block_tokens)
-            self._partials[(index, num_blocks)] = key
+            key = self._key(index, num_blocks * self.block_tokens)
+            self.partials[(index, num_blocks)] = key
         return key
 
     def key_of(self, index: int, num_blocks: int) -> bytes:
         """Key of the first `num_blocks` blocks of chunk `index`, which may be all of them."""
-        if num_blocks * self._block_tokens == self._chunk_tokens:
+        if num_blocks * self.block_tokens == self.chunk_tokens:
             return self.keys[index]
         return self.partial(index, num_blocks)
 
     def partial_blocks(self, index: int) -> int:
         """Whole blocks of chunk `index` that are determined; all of them if it is full."""
-        tokens = min(self.decided_tokens - index * self._chunk_tokens, self._chunk_tokens)
-        return max(tokens, 0) // self._block_tokens
+        tokens = min(self.decided_tokens - index * self.chunk_tokens, self.chunk_tokens)
+        return max(tokens, 0) // self.block_tokens
 
     def _key(self, index: int, num_tokens: int) -> bytes:
-        start = index * self._chunk_tokens
-        end = start + num_tokens + self._ahead_tokens
-        parent = self.keys[index - 1] if index else self._root
+        start = index * self.chunk_tokens
+        end = start + num_tokens + self.ahead_tokens
+        parent = self.keys[index - 1] if index else self.root
         hasher = hashlib.sha256(_DOMAIN)
         hasher.update(parent)
         hasher.update(num_tokens.to_bytes(4, "little"))
-        hasher.update(memoryview(self._tokens)[start * _TOKEN_BYTES : end * _TOKEN_BYTES])
-        for item in self._media:
+        hasher.update(memoryview(self.token_bytes)[start * _TOKEN_BYTES : end * _TOKEN_BYTES])
+        for item in self.media:
             if item.offset < end and item.offset + item.length > start:
                 # Relative to the chunk and signed: an item may begin in a chunk before this one.
                 relative = (item.offset - start).to_bytes(8, "little", signed=True)

@@ -1,8 +1,8 @@
 """How far a hit of one request reaches, and under which keys its chunks are found.
 
 Owns the arithmetic of tokens, chunks and pieces of chunks in every KV cache group; what a hit needs
-of each group is in `identity/groups.py`. Sends nothing and changes nothing that others see. Every
-method takes microseconds and reads the shared index as it is at that moment.
+of each group is in `identity/groups.py`. Sends nothing. Every method takes microseconds and reads
+the shared index as it is at that moment.
 """
 
 from __future__ import annotations
@@ -26,21 +26,14 @@ if TYPE_CHECKING:
     _Storing = Callable[[bytes], bool]
 
 
-class WantedChunk(NamedTuple):
-    """A chunk that only the store has, or one behind it."""
-
-    group: int
-    key: bytes
-
-
 @dataclass(slots=True)
 class Hit:
     """The external run behind vLLM's own hit, as the index shows it now."""
 
     end_tokens: int
     """Where the run in host memory ends."""
-    wanted: list[WantedChunk]
-    """What the run lacks in host memory to reach further, of each group in order."""
+    wanted: list[tuple[int, bytes]]
+    """Group and key of what the run lacks in host memory to reach further, in order."""
     first_wanted_tokens: int
     """Where the first of them begins."""
     wanted_tokens: int
@@ -85,8 +78,8 @@ class HitFinder:
             geometry = group.geometry
             pieces = pieces_kept(geometry, end_tokens)
             if geometry.attention.recurrent:
-                # The next request has this prompt, or continues it: a prompt of whole blocks needs
-                # no state behind its last one.
+                # The next request has this prompt, or continues it, so a prompt of whole blocks
+                # needs no state behind its last one.
                 del pieces[1:]
                 if pieces:
                     ends = min(ends, (pieces[0].chunk + 1) * geometry.chunk_tokens)
@@ -210,12 +203,12 @@ class HitFinder:
 
     def _wanted(
         self, state: RequestState, session: SidecarSession, local_tokens: int, end_tokens: int
-    ) -> tuple[list[WantedChunk], int]:
+    ) -> tuple[list[tuple[int, bytes]], int]:
         """Chunks that a hit of `end_tokens` needs, and the token where the first of them begins.
 
         Of each group all from the first one on that is not in host memory.
         """
-        wanted: list[WantedChunk] = []
+        wanted: list[tuple[int, bytes]] = []
         begins = end_tokens
         # A window is of no use without the run that it is the tail of: full attention first.
         for group in sorted(state.groups, key=lambda group: group.group not in self._full):
@@ -229,7 +222,7 @@ class HitFinder:
             there = _leading(_flags(session, keys) & FLAG_HOST)
             if there < len(keys):
                 begins = min(begins, pieces[there].chunk * geometry.chunk_tokens)
-            wanted += [WantedChunk(group.group, key) for key in keys[there:]]
+            wanted += [(group.group, key) for key in keys[there:]]
         return wanted, begins
 
 

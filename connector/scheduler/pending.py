@@ -11,6 +11,7 @@ ended leaves nothing here and no pins in the sidecar.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from connector.scheduler.requests import SentLookup
@@ -35,9 +36,9 @@ PREFILL_TOKENS_MIN: Final = 128
 class PrefillRate:
     """How many prompt tokens the engine computes per second.
 
-    A step lasts until the next one is planned, so a step before a pause looks slow. Therefore the
-    fastest of the last steps counts. This is optimistic for long prompts, whose later tokens attend
-    to more: then something is computed that could have been read a little sooner.
+    A step lasts until the next one is planned, so one before a pause looks slow. Therefore the
+    fastest of the last steps counts. For long prompts this is optimistic: then something is
+    computed that could have been read a little sooner.
     """
 
     def __init__(self) -> None:
@@ -58,38 +59,24 @@ class PrefillRate:
         return max(self._rates, default=0.0)
 
 
+@dataclass(slots=True, eq=False)
 class PendingLookups:
-    """The requests that wait.
+    """The requests that wait. A read that adds less than `load_tokens_min` is not asked for."""
 
-    Args:
-        load_tokens_min: a read that adds less to a hit is not asked for.
-    """
-
-    def __init__(
-        self,
-        client: Client,
-        finder: HitFinder,
-        rate: PrefillRate,
-        stats: Stats,
-        new_id: Callable[[], int],
-        *,
-        load_tokens_min: int,
-        clock: Callable[[], float],
-    ) -> None:
-        self._client = client
-        self._finder = finder
-        self._rate = rate
-        self._stats = stats
-        self._new_id = new_id
-        self._load_tokens_min = load_tokens_min
-        self.clock = clock
-        self.lookups: dict[int, RequestState] = {}
-        self._expecting: set[str] = set()
+    client: Client
+    finder: HitFinder
+    rate: PrefillRate
+    stats: Stats
+    new_id: Callable[[], int]
+    load_tokens_min: int
+    clock: Callable[[], float]
+    lookups: dict[int, RequestState] = field(default_factory=dict[int, "RequestState"], init=False)
+    expecting_ids: set[str] = field(default_factory=set[str], init=False)
 
     @property
     def pending(self) -> bool:
         """Whether any request waits."""
-        return bool(self.lookups or self._expecting)
+        return bool(self.lookups or self.expecting_ids)
 
     # --- chunks of another engine --------------------------------------------------------------
 
@@ -99,23 +86,23 @@ class PendingLookups:
         if wait_ms < 0:
             wait_ms = session.limits.lookup_wait_ms_max
         state.expects_until = self.clock() + wait_ms / 1000
-        self._expecting.add(state.request.request_id)
+        self.expecting_ids.add(state.request.request_id)
 
     def expecting(self, state: RequestState, session: SidecarSession, local_tokens: int) -> bool:
         """Whether a request still waits for another engine's chunks."""
         if state.expects_until is None:
             return False
-        wanted = min(state.request_params.expects_tokens, self._finder.longest(state))
+        wanted = min(state.request_params.expects_tokens, self.finder.longest(state))
         found = local_tokens
         if found < wanted:
-            hit = self._finder.hit(state, session, local_tokens)
+            hit = self.finder.hit(state, session, local_tokens)
             if hit is not None:
                 found = hit.wanted_tokens if state.request_params.asks_store else hit.end_tokens
         if found < wanted and self.clock() < state.expects_until:
             return True
-        self._stats.expected_late += found < wanted
+        self.stats.expected_late += found < wanted
         state.expects_until = None
-        self._expecting.discard(state.request.request_id)
+        self.expecting_ids.discard(state.request.request_id)
         return False
 
     # --- chunks of the object store ------------------------------------------------------------
@@ -132,15 +119,15 @@ class PendingLookups:
         elif state.asked_tokens == local_tokens:
             return
         state.asked_tokens = local_tokens
-        hit = self._finder.hit(state, session, local_tokens)
+        hit = self.finder.hit(state, session, local_tokens)
         if hit is None or not hit.wanted:
             return
         # A read must pay by what it adds to what can be loaded at once.
-        if hit.wanted_tokens - hit.end_tokens < self._load_tokens_min:
+        if hit.wanted_tokens - hit.end_tokens < self.load_tokens_min:
             return
-        lookup_id = self._new_id()
+        lookup_id = self.new_id()
         wait_ms = session.limits.lookup_wait_ms_max
-        keys, groups = [one.key for one in hit.wanted], [one.group for one in hit.wanted]
+        groups, keys = [group for group, _ in hit.wanted], [key for _, key in hit.wanted]
         lookup = Lookup(
             session.epoch,
             lookup_id,
@@ -149,11 +136,11 @@ class PendingLookups:
             state.tenant,
             # A missing state costs everything behind the run without it.
             hit.wanted_tokens - min(hit.first_wanted_tokens, hit.end_tokens),
-            self._rate.tokens_per_second,
+            self.rate.tokens_per_second,
             groups if any(groups) else [],
         )
-        if self._client.send(session, lookup):
-            self._stats.lookups_sent += 1
+        if self.client.send(session, lookup):
+            self.stats.lookups_sent += 1
             state.from_store_keys.update(keys)
             state.lookup = SentLookup(lookup_id, self.clock() + wait_ms / 1000, session)
             self.lookups[lookup_id] = state
@@ -177,7 +164,7 @@ class PendingLookups:
         if state.lookup is None:
             return False
         if self.clock() >= state.lookup.deadline:
-            self._stats.lookups_expired += 1
+            self.stats.lookups_expired += 1
             self._over(state)
             return False
         return True
@@ -186,7 +173,7 @@ class PendingLookups:
 
     def finished(self, state: RequestState) -> None:
         """Release everything of a request that ended."""
-        self._expecting.discard(state.request.request_id)
+        self.expecting_ids.discard(state.request.request_id)
         self._over(state)
         self.release(state)
 
@@ -194,11 +181,11 @@ class PendingLookups:
         """Release the pins of ended lookups: the load has a lease by now, or there is no load."""
         if not state.lookups_over:
             return
-        session = self._client.session
+        session = self.client.session
         over, state.lookups_over = state.lookups_over, []
         ids = [lookup.lookup_id for lookup in over if lookup.session is session]
         if session is not None and ids:
-            self._client.send(session, Release(session.epoch, [], ids))
+            self.client.send(session, Release(session.epoch, [], ids))
 
     def _over(self, state: RequestState) -> None:
         """Stop waiting, but keep the pins until the load is known."""

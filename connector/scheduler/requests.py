@@ -82,14 +82,14 @@ class RequestState:
     local_tokens: int = 0
     """vLLM's own hit."""
     begins_tokens: int = 0
-    """vLLM's own hit from which it goes on in the step being scheduled."""
+    """The same, until the step that starts from it is planned."""
     known_tokens: int = 0
-    """vLLM's own hit and our load behind it. Further computed tokens are another connector's."""
+    """The same with our load behind it. What vLLM counts beyond is another connector's load."""
     scheduled_tokens: int = 0
-    """Since its blocks were last allocated. What vLLM counts as computed before may not be."""
+    """Since its blocks were last allocated."""
     lookup: SentLookup | None = None
     lookups_over: list[SentLookup] = field(default_factory=list[SentLookup])
-    """Lookups that ended, to be released once the load is known."""
+    """To be released once the load is known."""
     asked_tokens: int = -1
     """vLLM's own hit at the last lookup."""
     asked_session: SidecarSession | None = None
@@ -98,15 +98,14 @@ class RequestState:
     load: Load | None = None
     load_failed: bool = False
     void: bool = False
-    """Its KV may be of other weights than its keys say: the cache was reset while it ran, it began
-    with stale blocks, or its adapter was replaced."""
+    """Its KV may be of other weights than its keys say, so it is neither loaded nor stored."""
     prompt_tail_done: bool = False
     undrafted: bool = False
     """A step left out the drafter, whose layers lack KV from there on."""
     expects_until: float | None = None
-    """Until when it waits for chunks of another engine."""
+    """The deadline for chunks of another engine."""
     counted: bool = False
-    """It is already in the statistics as a hit, as a miss or as neither."""
+    """It is a hit, a miss or neither in the statistics."""
     hit_sources: tuple[int, int] = (0, 0)
     """Tokens of the last load from host memory, and from the object store through it."""
 
@@ -130,8 +129,7 @@ class RequestState:
     def step_taken(self) -> bool:
         """Whether vLLM took the output of a step since the blocks were last allocated.
 
-        That output also says which loads failed. Steps are taken in order, so all scheduled tokens
-        but those in flight were taken.
+        That output says which loads failed. Steps are taken in the order of their tokens.
         """
         return self.scheduled_tokens > self.in_flight_tokens
 
@@ -225,7 +223,7 @@ class Requests(dict[str, RequestState]):
                 self.void(state)
 
     def _void_conflicting(self, new: RequestState) -> None:
-        """Void requests whose adapter number now stands for other files, and with them `new`.
+        """Void requests with other files for the same adapter number, and with them `new`.
 
         vLLM replaces an adapter at once, so it is unknown which files computed either request.
         """

@@ -1,19 +1,16 @@
 """The scheduler role: answers the calls of vLLM's scheduler; one instance per engine.
 
-Owns the decision what each request loads. Reads the shared index directly (`lookup.py`), so a
-lookup costs no message; the sidecar is asked only for chunks that the object store alone has.
-Waiting is in `pending.py`, what is stored in `store_planner.py`, jobs and their blocks in
-`stores.py`.
+Owns what each request loads. Lookups read the shared index (`lookup.py`) without a message; the
+sidecar is asked only for chunks that the object store alone has (`pending.py`). Does not own what
+is stored (`store_planner.py`).
 
 Invariants:
 
-* `matched_tokens` takes microseconds, and a repeated call gives the same answer. Before a hit with
-  an adapter it compares the adapter's files with those of its keys.
+* `matched_tokens` takes microseconds, and may be repeated. Before a hit with an adapter it compares
+  the adapter's files with those of its keys.
 * A load covers exactly the blocks between vLLM's own hit and the end of the external one, in every
   KV cache group: with a window those that it still reads, with recurrent layers the state at the
   end.
-* A request whose tokens may change later (streaming input), or that has none (embeddings), is not
-  cached at all.
 """
 
 from __future__ import annotations
@@ -54,10 +51,8 @@ class SchedulerRole:
     """The scheduler's end of the connector.
 
     Args:
-        client: connects to the sidecar, and reconnects.
         groups: the engine's KV cache groups, in vLLM's order.
         world_size: ranks that report each store.
-        speculation: how the engine drafts tokens.
         num_blocks: blocks in the engine's pool; used with drafts only.
     """
 
@@ -98,8 +93,8 @@ class SchedulerRole:
             self.rate,
             self.stats,
             self.new_id,
-            load_tokens_min=settings.load_tokens_min,
-            clock=clock,
+            settings.load_tokens_min,
+            clock,
         )
         self.stores = Stores(world_size, self.stats, self.new_id, clock=clock)
         self.planner = StorePlanner(
@@ -107,10 +102,11 @@ class SchedulerRole:
             self.requests,
             self.stores,
             self.prefix_cache,
-            settings,
             speculation,
             self.stats,
             world_size,
+            settings.writes,
+            settings.beside_others,
         )
         self.uncomputed_blocks = UncomputedBlocks()
         self.plan = StepPlan()
@@ -183,9 +179,8 @@ class SchedulerRole:
     def _fits(self, end_tokens: int) -> bool:
         """Whether vLLM could start to load a hit that ends here if nothing else were running.
 
-        With drafts vLLM keeps blocks free for a step's drafts beside a load, but not beside a
-        request that it computes. It would ask for ever about a load that leaves it none, and block
-        all requests behind it.
+        With drafts vLLM keeps blocks free beside a load. If a load leaves it too few, it asks about
+        the load for ever, and blocks all requests behind it.
         """
         drafts = self._speculation.draft_tokens
         if not drafts:
@@ -346,9 +341,8 @@ class SchedulerRole:
     ) -> dict[str, Any] | None:
         """Store what a finished request computed beyond its last full chunk, and forget it.
 
-        `block_ids` cover its computed tokens in each KV cache group. vLLM frees its blocks right
-        after this call; our references keep those of open stores. Nothing is stored of a request
-        that `failed`: what it shares with others may be the cause.
+        `block_ids` cover its computed tokens in each KV cache group. Nothing is stored of a request
+        that `failed`: blocks that it shares may be the cause.
         Returns parameters for the answer of a request that hands its prompt over.
         """
         self.uncomputed_blocks.ended(request.request_id)
@@ -385,10 +379,7 @@ class SchedulerRole:
     # --- events, statistics, the end -----------------------------------------------------------
 
     def reset(self) -> None:
-        """Forget everything cached so far: new keys are of a new generation.
-
-        Other engines keep what they have. What this engine stored before ages out.
-        """
+        """Hide everything cached so far from this engine; what it stored before ages out."""
         self.requests.generation = os.urandom(16)
         self.requests.void_all()
         self.prefix_cache.connector_reset()
@@ -398,10 +389,7 @@ class SchedulerRole:
             self.client.send(session, Release(session.epoch, [], [], pins=True))
 
     def weights_changed(self) -> None:
-        """Note that weights are about to be replaced, or were; the namespace no longer fits.
-
-        Nothing identifies the new weights, so from now on keys are known to this engine alone.
-        """
+        """Make keys known to this engine alone: nothing identifies weights that were replaced."""
         if not self._weight_changes:
             logger.warning(
                 "kvlake: the weights of this engine are replaced while it runs. Until it ends it "
@@ -412,10 +400,7 @@ class SchedulerRole:
         self.reset()
 
     def retire(self) -> None:
-        """Cache nothing from now on: a rank can never share its memory, so no chunk is complete.
-
-        Open stores end as the ranks report them.
-        """
+        """Cache nothing from now on: a rank can never share its memory, so no chunk is complete."""
         self.retired = True
         # In the middle of an engine's step, so do not wait for the thread.
         self.client.close(wait_seconds_max=0.0)

@@ -1,8 +1,8 @@
 """What is stored of each request, and when.
 
 Owns the choice of chunks: full ones when a step completes them, the tail of a prompt, states of
-recurrent layers with the attention up to them, and the rest when a request ends. Does not own jobs
-and their blocks (`stores.py`), nor which blocks are stale (`prefix_cache.py`).
+recurrent layers with the attention up to them, and the rest at a request's end. Does not own jobs
+and their blocks (`stores.py`).
 
 Invariants:
 
@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from connector.plan import BLOCK_ID_BYTES_MAX, OVERHEAD_BYTES_MAX, StepReport, Store
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from connector.identity.mamba import State
     from connector.identity.speculative import Speculation
     from connector.scheduler.prefix_cache import PrefixCache
-    from connector.scheduler.requests import GroupState, Requests, RequestState, Settings
+    from connector.scheduler.requests import GroupState, Requests, RequestState
     from connector.scheduler.stats import Stats
 
 JOB_BYTES_MAX: Final = FRAME_BYTES_MAX // 4
@@ -35,43 +36,33 @@ JOB_BYTES_MAX: Final = FRAME_BYTES_MAX // 4
 TOKEN_ID_BYTES: Final = 4
 
 
+@dataclass(slots=True, eq=False)
 class StorePlanner:
     """Plans the stores of an engine's requests.
 
-    Args:
-        world_size: ranks that report each store.
+    `world_size` ranks report each store. `beside_others`: another connector may load, too.
     """
 
-    def __init__(
-        self,
-        client: Client,
-        requests: Requests,
-        stores: Stores,
-        prefix_cache: PrefixCache,
-        settings: Settings,
-        speculation: Speculation,
-        stats: Stats,
-        world_size: int,
-    ) -> None:
-        self._client = client
-        self._requests = requests
-        self._stores = stores
-        self._prefix_cache = prefix_cache
-        self._writes = settings.writes
-        self._speculation = speculation
-        self._stats = stats
-        self._world_size = world_size
-        self.beside_others = settings.beside_others
-        """Whether another connector may load, too."""
-        self.planned: list[tuple[RequestState, Store]] = []
-        """Stores that were not sent yet."""
+    client: Client
+    requests: Requests
+    stores: Stores
+    prefix_cache: PrefixCache
+    speculation: Speculation
+    stats: Stats
+    world_size: int
+    writes: bool
+    beside_others: bool
+    planned: list[tuple[RequestState, Store]] = field(
+        default_factory=list["tuple[RequestState, Store]"], init=False
+    )
+    """Stores that were not sent yet."""
 
     def take(self) -> list[Store]:
         """The planned stores, to be sent now; those of requests that became void are dropped."""
         planned, self.planned = self.planned, []
         void = [store.job.job_id for state, store in planned if state.void]
         if void:
-            self._stores.ended(StepReport(dict.fromkeys(void, self._world_size)))
+            self.stores.ended(StepReport(dict.fromkeys(void, self.world_size)))
         return [store for state, store in planned if not state.void]
 
     # --- a step --------------------------------------------------------------------------------
@@ -83,14 +74,14 @@ class StorePlanner:
         states: Mapping[str, Sequence[State]],
     ) -> None:
         """Plan the stores of a step; see `SchedulerRole.build_plan`."""
-        if not self._writes:
+        if not self.writes:
             return
         requests = [
             (state, num_tokens)
             for request_id, num_tokens in scheduled.items()
-            if (state := self._requests.get(request_id)) is not None
+            if (state := self.requests.get(request_id)) is not None
         ]
-        if self._speculation.leaves_out(one.request.num_computed_tokens + n for one, n in requests):
+        if self.speculation.leaves_out(one.request.num_computed_tokens + n for one, n in requests):
             for state, _ in requests:
                 state.undrafted = True
         # Before the first of them is stored: requests of one step may share blocks.
@@ -102,7 +93,7 @@ class StorePlanner:
         self.beside_others |= bool(unknown)
         for state in unknown:
             # For example, a block that vLLM's own cache has only in part.
-            state.void |= self._prefix_cache.stale(state.request.lora_request)
+            state.void |= self.prefix_cache.stale(state.request.lora_request)
         for state, num_tokens in requests:
             begun = state.step_taken
             state.scheduled_tokens += num_tokens
@@ -115,23 +106,18 @@ class StorePlanner:
     def _waits_for_others(self, state: RequestState) -> bool:
         """Whether to store of a request only after its first step, when all loads are known.
 
-        Another connector may load while a step computes, into blocks that vLLM's prefix cache
-        shares at once. The step's output says which of them failed. For an engine with several
-        groups vLLM does not support that.
+        Another connector may load during a step, into blocks that are shared at once, and the
+        step's output says which of them failed. vLLM supports that for a single group only.
         """
         return self.beside_others and len(state.groups) == 1
 
     def _states_held(self, state: RequestState) -> list[State]:
-        """States that a request begins with, which vLLM never hands over again.
-
-        Without this a sidecar that lost them would not get them back; attention is stored again
-        with every request that has it.
-        """
+        """States that a request begins with: vLLM never hands them over again if they were lost."""
         end_tokens, state.begins_tokens = state.begins_tokens, 0
         if not end_tokens:
             return []
         recurrent = [one.group for one in state.groups if one.geometry.attention.recurrent]
-        return self._prefix_cache.states_at(state.request, end_tokens, recurrent)
+        return self.prefix_cache.states_at(state.request, end_tokens, recurrent)
 
     def _store_scheduled(
         self,
@@ -142,7 +128,7 @@ class StorePlanner:
     ) -> None:
         request = state.request
         # Draft tokens and placeholders are not known yet, so they do not count as computed.
-        ahead_tokens = self._speculation.ahead_tokens
+        ahead_tokens = self.speculation.ahead_tokens
         computed = min(request.num_computed_tokens + num_tokens, request.num_tokens - ahead_tokens)
         prompt_tokens = request.num_prompt_tokens - ahead_tokens
         prompt_done = not state.prompt_tail_done and computed >= prompt_tokens
@@ -151,7 +137,7 @@ class StorePlanner:
             computed // group.geometry.chunk_tokens <= group.next_chunk for group in groups
         ):
             return
-        self._requests.track(request)
+        self.requests.track(request)
         parts = _state_parts(state.groups, handed)
         # A state is of use to another prompt only with the attention up to it. Behind generated
         # tokens, the end of the request stores that.
@@ -173,13 +159,10 @@ class StorePlanner:
     def finished(
         self, request: Any, state: RequestState, block_ids: Sequence[Sequence[int]]
     ) -> None:
-        """Plan to store what a request computed beyond its last full chunk, and pin its prompt.
-
-        `block_ids` cover its computed tokens in each KV cache group.
-        """
+        """Plan to store what a request computed beyond its last full chunk, and pin its prompt."""
         if state.request_params.pin_ms and not state.void:
             self._pin_prompt(state)
-        writes = self._writes and state.request_params.writes and not state.undrafted
+        writes = self.writes and state.request_params.writes and not state.undrafted
         # Before its first step vLLM counts tokens as computed that are yet to be loaded.
         begun = state.step_taken if self._waits_for_others(state) else bool(state.scheduled_tokens)
         if not begun or state.load is not None or state.void or not writes:
@@ -196,11 +179,11 @@ class StorePlanner:
         self._plan(state, parts, lambda: block_ids)
 
     def _pin_prompt(self, state: RequestState) -> None:
-        """Ask the sidecar to keep everything in host memory that a hit of the prompt would load."""
+        """Ask the sidecar to keep in host memory what a hit of the prompt would load."""
         state.extend()
         keys: list[bytes] = []
         groups: list[int] = []
-        end_tokens = max(0, state.request.num_prompt_tokens - self._speculation.ahead_tokens)
+        end_tokens = max(0, state.request.num_prompt_tokens - self.speculation.ahead_tokens)
         for group in state.groups:
             for piece in pieces_kept(group.geometry, end_tokens):
                 keys.append(group.chain.key_of(piece.chunk, piece.end))
@@ -208,8 +191,8 @@ class StorePlanner:
         del keys[KEYS_PER_MESSAGE_MAX:], groups[KEYS_PER_MESSAGE_MAX:]
         if not keys:
             return
-        session = self._client.session
-        sent = session is not None and self._client.send(
+        session = self.client.session
+        sent = session is not None and self.client.send(
             session,
             Pin(
                 session.epoch,
@@ -220,7 +203,7 @@ class StorePlanner:
             ),
         )
         if not sent:
-            self._stats.pins_skipped += len(keys)
+            self.stats.pins_skipped += len(keys)
 
     def _plan(
         self,
@@ -228,11 +211,11 @@ class StorePlanner:
         parts: list[Part],
         block_ids: Callable[[], Sequence[Sequence[int]]],
     ) -> None:
-        session = self._client.session
+        session = self.client.session
         if session is None:
             return
         for job_parts in _in_jobs(state.groups, parts):
-            store = self._stores.plan(session, state, job_parts, block_ids)
+            store = self.stores.plan(session, state, job_parts, block_ids)
             if store is not None:
                 self.planned.append((state, store))
 

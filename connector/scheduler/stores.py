@@ -1,9 +1,8 @@
 """Open stores of one engine, and the block references that they hold.
 
-Owns the invariant that a block with an open store has one reference of ours in vLLM's block pool,
-whatever happens to its request (finished, aborted, preempted), and loses it when all ranks have
-reported. So no block is reused while it may still be copied. Does not own what is stored
-(`store_planner.py`).
+Invariant: a block with an open store has one reference of ours in vLLM's block pool, whatever
+happens to its request (finished, aborted, preempted), until all ranks have reported. So no block is
+reused while it may still be copied. Does not own what is stored (`store_planner.py`).
 """
 
 from __future__ import annotations
@@ -150,9 +149,9 @@ class Stores:
     def distrust(self, block_ids: Iterable[int]) -> None:
         """Store nothing of a request that has one of these blocks in its table.
 
-        Their load failed after vLLM's prefix cache had shared them, and they stay in that cache
-        while one request computes them again, maybe in several steps. Until they are freed or
-        filled with something else, KV that other requests compute on top of them is wrong, too.
+        Their load failed after vLLM's prefix cache had shared them. While one request computes them
+        again, maybe in several steps, others compute wrong KV on top of them. Ends when a block is
+        freed or gets other content.
         """
         if self._block_pool is None:
             return

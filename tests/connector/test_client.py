@@ -125,7 +125,7 @@ class TestAttach:
         os.close(page)
 
     @pytest.mark.promise("attach-again")
-    def test_each_attempt_is_made_anew(
+    def test_each_attempt_is_new(
         self, sidecar: Sidecar, make_client: Callable[..., Client]
     ) -> None:
         contexts = iter(range(100))
@@ -147,7 +147,7 @@ class TestAttach:
         sidecar.admit()
         live(client)
 
-    def test_refused_is_said_once_and_tried_again(
+    def test_a_refusal_is_logged_once_and_retried(
         self,
         sidecar: Sidecar,
         make_client: Callable[..., Client],
@@ -185,7 +185,7 @@ class TestAttach:
         live(client)
 
     @pytest.mark.parametrize("what", ["missing", "too many", "wrong size", "not an index"])
-    def test_an_answer_without_a_proper_index_is_none(
+    def test_an_answer_without_a_valid_index_is_rejected(
         self, sidecar: Sidecar, make_client: Callable[..., Client], what: str
     ) -> None:
         client = make_client()
@@ -380,7 +380,7 @@ class TestJobs:
         assert sent.count(True) == SEND_QUEUE_MESSAGES_MAX
         assert not sent[-1]
 
-    def test_what_the_sidecar_would_refuse_as_too_long_is_not_sent(
+    def test_a_message_that_is_too_long_is_not_sent(
         self, sidecar: Sidecar, make_client: Callable[..., Client]
     ) -> None:
         client = make_client()
@@ -418,7 +418,7 @@ class TestJobs:
 
 
 class TestClose:
-    def test_twice_and_with_nobody_there(self, make_client: Callable[..., Client]) -> None:
+    def test_twice_and_without_a_sidecar(self, make_client: Callable[..., Client]) -> None:
         client = make_client(None, "/nonexistent/attach.sock")
         client.close()
         client.close()
@@ -458,7 +458,7 @@ class TestClose:
         live(client)
         assert not client.close(0.05)
 
-    def test_one_that_is_not_there_holds_nothing(self, make_client: Callable[..., Client]) -> None:
+    def test_an_absent_sidecar_holds_nothing(self, make_client: Callable[..., Client]) -> None:
         assert make_client(None, "/nonexistent/attach.sock").close(WAIT_SECONDS_MAX)
 
     def test_no_descriptor_is_left(
@@ -476,7 +476,7 @@ class TestClose:
         until(lambda: set(os.listdir("/proc/self/fd")) <= before, "the last descriptor's end")
 
 
-def test_the_first_of_several_places_that_answers_is_taken(
+def test_the_first_path_that_answers_is_used(
     make_client: Callable[..., Client], sidecar: Sidecar, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "vllm.kvlake")
@@ -498,7 +498,7 @@ def test_every_place_that_was_tried_is_named(
     )
 
 
-def test_what_a_stranger_made_in_tmp_is_not_used(
+def test_a_socket_of_another_user_in_tmp_is_not_used(
     make_client: Callable[..., Client],
     sidecar: Sidecar,
     monkeypatch: pytest.MonkeyPatch,

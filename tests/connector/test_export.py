@@ -90,7 +90,7 @@ class TestMemfdAllocation:
         buffer.fill_(7)
         assert int(buffer.sum()) == 7 * SIZE_BYTES
 
-    def test_what_does_not_look_like_the_cache_passes_through(self) -> None:
+    def test_other_allocations_pass_through(self) -> None:
         with MemfdAllocation() as allocation:
             others = [
                 torch.zeros(16, dtype=torch.float32, device="cpu"),

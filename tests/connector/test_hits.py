@@ -48,7 +48,7 @@ class TestHits:
         assert not engine.client.sent
         engine.check_idle()
 
-    def test_the_tenant_is_told_and_the_salt_is_not(self, engine: Engine) -> None:
+    def test_the_sidecar_gets_the_tenant_and_not_the_salt(self, engine: Engine) -> None:
         seen(engine, salt="a salt that nobody may read")
         engine.sidecar.demote(chain_of(engine, PROMPT, salt="a salt that nobody may read").keys[0])
         request = request_of("a", PROMPT, max_tokens=1, salt="a salt that nobody may read")
@@ -136,7 +136,7 @@ class TestHits:
         assert engine.computed["a"] == len(PROMPT) - CACHED
         engine.check_idle()
 
-    def test_what_the_engine_holds_is_not_loaded(self, engine: Engine) -> None:
+    def test_blocks_of_vllms_own_hit_are_not_loaded(self, engine: Engine) -> None:
         engine.run(request_of("earlier", PROMPT, max_tokens=1))
         engine.client.sent.clear()
         engine.run(request_of("a", PROMPT, max_tokens=1))
@@ -154,7 +154,7 @@ class TestHits:
             pytest.param([5] * 300, PROMPT[:BLOCK_TOKENS], 0, id="nothing of a short one"),
         ],
     )
-    def test_what_the_engine_holds_is_no_miss(
+    def test_vllms_own_hit_is_no_miss(
         self, make: Callable[..., Engine], held: list[int], asked: list[int], missed: int
     ) -> None:
         engine = make(load_tokens_min=64)
@@ -178,7 +178,7 @@ class TestHits:
         engine.run(request_of("a", PROMPT[: 2 * CHUNK_TOKENS + 1], max_tokens=1))
         assert engine.computed["a"] == 2 * CHUNK_TOKENS + 1
 
-    def test_asking_changes_nothing(self, engine: Engine) -> None:
+    def test_a_lookup_changes_nothing(self, engine: Engine) -> None:
         seen(engine)
         request = engine.add(request_of("a", PROMPT))
         answers = {engine.role.matched_tokens(request, 0) for _ in range(5)}

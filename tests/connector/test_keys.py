@@ -74,7 +74,7 @@ def test_the_format_of_a_key_is_what_it_was() -> None:
         (root_key(NAMESPACE, lora="x"), root_key(NAMESPACE, generation=b"x")),
     ],
 )
-def test_what_holds_for_a_whole_request_is_in_every_key(one: bytes, other: bytes) -> None:
+def test_salt_and_adapter_are_in_every_key(one: bytes, other: bytes) -> None:
     tokens = list(range(70))
     assert not all_keys(chain_of(tokens, one)) & all_keys(chain_of(tokens, other))
 

@@ -1,4 +1,4 @@
-"""Options of the connector that nobody knows: told of at the start, by one process."""
+"""Options of the connector: unknown ones are logged at startup, by one process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def told(model: Path, caplog: pytest.LogCaptureFixture, role: Any, **extra: Any)
 
 
 @pytest.mark.promise("unknown-options")
-def test_a_misspelt_one_is_told_with_the_nearest(
+def test_a_misspelt_option_is_logged_with_the_closest(
     model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     lines = told(model, caplog, KVConnectorRole.SCHEDULER, chunk_token=512, sokcet="/run/a")
@@ -35,7 +35,7 @@ def test_a_misspelt_one_is_told_with_the_nearest(
     assert "'socket'?" in second
 
 
-def test_one_that_is_like_none_is_told_with_all(
+def test_an_option_like_no_other_is_logged_with_all(
     model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (line,) = told(model, caplog, KVConnectorRole.SCHEDULER, qq={"a": 1})
@@ -45,14 +45,14 @@ def test_one_that_is_like_none_is_told_with_all(
     )
 
 
-def test_workers_and_engines_that_are_rightly_configured_say_nothing(
+def test_workers_and_valid_configurations_log_nothing(
     model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert told(model, caplog, KVConnectorRole.WORKER, chunk_token=512) == []
     assert told(model, caplog, KVConnectorRole.SCHEDULER, weights_digest="sampled") == []
 
 
-def test_as_one_of_several_its_own_options_are_meant(
+def test_in_a_multi_connector_its_own_options_count(
     model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A MultiConnector's own, such as `connectors`, it is not shown."""

@@ -84,9 +84,7 @@ class TestReset:
         assert set(engine.sidecar.parts) == before
         engine.check_idle()
 
-    def test_what_runs_between_two_resets_may_begin_with_blocks_of_before(
-        self, engine: Engine
-    ) -> None:
+    def test_requests_between_two_resets_may_begin_with_stale_blocks(self, engine: Engine) -> None:
         engine.garbled = True
         first = engine.add(request_of("a", PROMPT, max_tokens=60))
         engine.step()
@@ -118,7 +116,9 @@ class TestReset:
         assert engine.computed["h"] < 50
         engine.check_idle()
 
-    def test_a_request_of_before_is_no_other_connectors(self, engine: Engine) -> None:
+    def test_a_request_from_before_a_reset_is_no_sign_of_another_connector(
+        self, engine: Engine
+    ) -> None:
         """It goes on from vLLM's own cache, which is no sign of somebody else's load."""
         request = engine.add(request_of("a", PROMPT, max_tokens=60))
         engine.step()
@@ -129,7 +129,7 @@ class TestReset:
         assert engine.computed["a"] < 2 * len(PROMPT)
         assert not engine.role.planner.beside_others
 
-    def test_a_request_of_before_stores_nothing_more(self, engine: Engine) -> None:
+    def test_a_request_from_before_a_reset_stores_nothing_more(self, engine: Engine) -> None:
         request = engine.add(request_of("a", PROMPT, max_tokens=60))
         engine.step()
         engine.sidecar.run_all()
@@ -156,7 +156,7 @@ class TestEvents:
         assert engine.role.take_events() == []
 
     @pytest.mark.promise("events-vllm-stream")
-    def test_vllms_words_for_them(self, engine: Engine) -> None:
+    def test_vllms_events(self, engine: Engine) -> None:
         engine.connector._wants_events = True  # noqa: SLF001 (its public names are vLLM's)
         session = engine.client.session
         assert session is not None
@@ -180,9 +180,7 @@ class TestEvents:
         }
 
     @pytest.mark.promise("events-hits")
-    def test_that_vllm_tells_of_hits_is_told_where_a_request_asks_for_it(
-        self, engine: Engine
-    ) -> None:
+    def test_hits_are_announced_once_a_request_asks_for_them(self, engine: Engine) -> None:
         engine.connector._wants_events = True  # noqa: SLF001 (its public names are vLLM's)
         for number, mode in enumerate(("incremental", "full", "incremental", "full")):
             request = request_of(f"r{number}", PROMPT, max_tokens=1)
@@ -194,7 +192,7 @@ class TestEvents:
             engine.finish(request)
 
     @pytest.mark.parametrize("reset_connector", [False, True])
-    def test_what_a_reset_of_vllms_cache_clears_is_told_again(
+    def test_blocks_are_published_again_after_a_reset_of_vllms_cache(
         self, engine: Engine, *, reset_connector: bool
     ) -> None:
         engine.connector._wants_events = True  # noqa: SLF001 (its public names are vLLM's)
@@ -218,7 +216,7 @@ class TestEvents:
         engine.role.build_plan({}, lambda _: [])
         assert engine.role.take_events() == [RemovedEvent(names[1], "host")]
 
-    def test_a_chunk_that_went_and_came_again_is_there(self, engine: Engine) -> None:
+    def test_a_chunk_that_was_evicted_and_stored_again_is_there(self, engine: Engine) -> None:
         engine.connector._wants_events = True  # noqa: SLF001 (its public names are vLLM's)
         session = engine.client.session
         assert session is not None
@@ -237,7 +235,7 @@ class TestEvents:
             held = held - names if "Removed" in type(event).__name__ else held | names
         assert held == {b"a" * 16}
 
-    def test_what_was_told_is_removed_with_its_session(self, engine: Engine) -> None:
+    def test_the_end_of_a_session_removes_its_blocks(self, engine: Engine) -> None:
         session = engine.client.session
         assert session is not None
         stored = StoredEvent(b"a" * 32, bytes(32), 64, "host")

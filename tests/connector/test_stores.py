@@ -151,9 +151,7 @@ class TestStores:
         engine.run(request_of("a", PROMPT, max_tokens=1))
         assert len(engine.sidecar.parts) == FULL + 1
 
-    def test_an_engine_short_of_blocks_waits_for_them_but_not_for_ever(
-        self, engine: Engine
-    ) -> None:
+    def test_an_engine_short_of_blocks_waits_for_a_limited_time(self, engine: Engine) -> None:
         connector = engine.connector
         assert not connector.has_pending_block_frees()
         engine.add(request_of("a", PROMPT, max_tokens=1))

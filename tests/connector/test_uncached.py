@@ -50,7 +50,7 @@ def at_end(peer: Peer) -> bool:
 
 
 class TestUncachedNotice:
-    def test_it_is_said_to_each_sidecar_until_it_is_closed(self, sidecar: Sidecar) -> None:
+    def test_each_sidecar_gets_it_until_it_is_closed(self, sidecar: Sidecar) -> None:
         notice = UncachedNotice((sidecar.path,), Role.WORKER, "e", "memory", "why")
         assert declined(sidecar.accept()).message == "why"
         sidecar.stop()
@@ -61,7 +61,7 @@ class TestUncachedNotice:
         notice.close()
         assert at_end(peer)
 
-    def test_a_sidecar_of_before_is_not_asked_again_at_once(
+    def test_an_older_sidecar_is_not_asked_again_at_once(
         self, sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """It knows no such message and logs each one."""
@@ -74,7 +74,7 @@ class TestUncachedNotice:
         notice.close()
         assert at_end(again)
 
-    def test_what_does_not_fit_is_cut_off(self, sidecar: Sidecar) -> None:
+    def test_a_long_message_is_cut(self, sidecar: Sidecar) -> None:
         notice = UncachedNotice((sidecar.path,), Role.WORKER, "e", "weights", "a\nb" + "c" * 5_000)
         told = declined(sidecar.accept()).message
         assert told.startswith("a bcc")

@@ -100,7 +100,7 @@ class TestSubmit:
         assert rank.fence.reached(message.fence)
         assert not rank.fence.reached(message.fence + 1)
 
-    def test_what_is_too_much_for_one_goes_out_in_several(self, rank: Rank) -> None:
+    def test_large_steps_are_sent_in_several_messages(self, rank: Rank) -> None:
         """As where a sidecar that starts empty is beside an engine with a warm cache."""
         chunk = StoreChunk(KEY, PARENT, bytes(8 * 1024), [2**31] * 128, b"t" * 8)
         stores = [Store(StoreJob(job_id, [chunk] * 64)) for job_id in range(3, 13)]
@@ -133,7 +133,7 @@ class TestSubmit:
         assert not results.loaded
         assert not results.report.ended
 
-    def test_a_rank_of_an_engine_that_is_served_no_more_leaves(self, rank: Rank) -> None:
+    def test_a_retired_rank_detaches(self, rank: Rank) -> None:
         """What is open ends, but for a copy that runs: that may still touch this memory."""
         rank.role.submit(StepPlan([load(1, "one")], [store(2)]))
         with rank.fence.copying(2) as allowed:
@@ -151,7 +151,7 @@ class TestSubmit:
         assert rank.memory.fd >= 0
 
     @pytest.mark.promise("attach-again")
-    def test_every_attempt_has_a_page_of_its_own(self, rank: Rank) -> None:
+    def test_every_attempt_has_its_own_fence_page(self, rank: Rank) -> None:
         assert rank.attempts is not None
         one, other = rank.attempts(), rank.attempts()
         assert one.fds[0] == other.fds[0] == rank.memory.fd

@@ -1,4 +1,4 @@
-"""What only the store has, in vLLM's own scheduler: asked for, waited for, given up."""
+"""Requests that wait for chunks of the object store, in vLLM's own scheduler."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from collections.abc import Callable
 import pytest
 
 from connector.identity.keys import KeyChain
-from connector.scheduler.pending import SESSIONS_ASKED_MAX
+from connector.scheduler.pending import (
+    PREFILL_TOKENS_MIN,
+    SESSIONS_ASKED_MAX,
+    STEPS_MAX,
+    PrefillRate,
+)
 from sidecar.protocol import (
     Lease,
     Lookup,
@@ -63,7 +68,7 @@ class TestStoreOnly:
         assert len(engine.client.sent_of(Lookup)) == 1
         engine.check_idle()
 
-    def test_only_what_host_memory_lacks(self, engine: Engine) -> None:
+    def test_only_chunks_that_host_memory_lacks(self, engine: Engine) -> None:
         chain = self.demoted(engine, first=2)
         taken = counted(engine)
         request = engine.add(request_of("a", PROMPT, max_tokens=1))
@@ -137,7 +142,7 @@ class TestStoreOnly:
         assert engine.computed["a"] == len(PROMPT) - CACHED
         engine.check_idle()
 
-    def test_a_sidecar_that_comes_and_goes_holds_nothing_up(self, engine: Engine) -> None:
+    def test_a_restarting_sidecar_delays_nothing_for_ever(self, engine: Engine) -> None:
         self.demoted(engine)
         request = engine.add(request_of("a", PROMPT, max_tokens=1))
         answers: list[int | None] = []
@@ -150,7 +155,7 @@ class TestStoreOnly:
         engine.settle()
         engine.check_idle()
 
-    def test_a_late_answer_is_nothing(self, engine: Engine) -> None:
+    def test_a_late_answer_is_ignored(self, engine: Engine) -> None:
         self.demoted(engine)
         request = engine.add(request_of("a", PROMPT, max_tokens=1))
         (lookup,) = engine.client.sent_of(Lookup)
@@ -215,7 +220,7 @@ class TestStoreOnly:
         engine.settle()
         engine.check_idle()
 
-    def test_not_to_another_life_of_the_sidecar(self, engine: Engine) -> None:
+    def test_not_to_another_run_of_the_sidecar(self, engine: Engine) -> None:
         self.demoted(engine)
         request = engine.add(request_of("a", PROMPT))
         engine.sidecar.attach()
@@ -224,7 +229,7 @@ class TestStoreOnly:
         engine.settle()
         engine.check_idle()
 
-    def test_not_asked_for_what_the_engine_holds(self, engine: Engine) -> None:
+    def test_no_lookup_for_blocks_of_vllms_own_hit(self, engine: Engine) -> None:
         engine.run(request_of("earlier", PROMPT, max_tokens=1))
         for key in list(engine.sidecar.parts):
             engine.sidecar.demote(key)
@@ -248,3 +253,32 @@ class TestStoreOnly:
         engine.client.accepting = True
         engine.settle()
         engine.check_idle()
+
+
+class TestPrefillRate:
+    def test_the_rate_is_0_before_a_measurement(self) -> None:
+        rate = PrefillRate()
+        assert rate.tokens_per_second == 0.0
+        rate.step(1.0, 512)
+        assert rate.tokens_per_second == 0.0
+        rate.step(1.5, 1)
+        assert rate.tokens_per_second == 1024.0
+
+    def test_decoding_steps_do_not_count(self) -> None:
+        rate = PrefillRate()
+        for number in range(10):
+            rate.step(number * 0.001, PREFILL_TOKENS_MIN - 1)
+        assert rate.tokens_per_second == 0.0
+
+    def test_an_idle_engine_is_not_a_slow_one(self) -> None:
+        rate = PrefillRate()
+        for start in range(0, 100, 10):
+            rate.step(start, 1000)
+            rate.step(start + 1, 1000)
+        assert rate.tokens_per_second == 1000.0
+
+    def test_old_steps_are_forgotten(self) -> None:
+        rate = PrefillRate()
+        for number in range(STEPS_MAX + 2):
+            rate.step(float(number), 10_000 if number == 0 else 1000)
+        assert rate.tokens_per_second == 1000.0
