@@ -151,8 +151,8 @@ class _Connection:
         # A blocking socket with the kernel's own limit: Python's would make it non-blocking, and
         # then one call could not wait for a whole body.
         sock.setblocking(True)
-        whole = int(read_seconds_max)
-        limit = struct.pack("ll", whole, int((read_seconds_max - whole) * 1e6))
+        seconds = int(read_seconds_max)
+        limit = struct.pack("ll", seconds, int((read_seconds_max - seconds) * 1e6))
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             sock.setsockopt(socket.SOL_SOCKET, option, limit)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -168,10 +168,10 @@ class _Connection:
 
         Returns the size, and whether the connection may serve again.
         """
-        with _behind_the_loop():
+        with _batch_scheduling():
             with self._turns:
-                asked = request()
-            return self._fetch(asked, into, seen)
+                signed_request = request()
+            return self._fetch(signed_request, into, seen)
 
     def _fetch(self, request: bytes, into: Bytes, seen: Seen | None) -> tuple[int, bool]:
         try:
@@ -210,7 +210,7 @@ class _Connection:
         done = min(len(rest), size_bytes)
         target[:done] = rest[:done]
         if seen is not None:
-            self._fill_and_tell(target, done, seen)
+            self._fill_and_report(target, done, seen)
             return
         while done < size_bytes:
             # One call for all that is missing, so that the thread wakes, and takes the GIL, once.
@@ -220,24 +220,24 @@ class _Connection:
                 raise _ended(done, f"an object of {size_bytes} bytes")
             done += count
 
-    def _fill_and_tell(self, target: memoryview, done: int, seen: Seen) -> None:
+    def _fill_and_report(self, target: memoryview, done: int, seen: Seen) -> None:
         """Receive in pieces that are still in the core's cache when `seen` reads them.
 
-        The thread waits in the kernel, which wakes it for a whole piece and not for each packet.
-        During its turn it takes what is there.
+        The thread waits in the kernel, which wakes it for a piece and not for each packet. During
+        its turn it takes what has arrived.
         """
-        size_bytes, told, wakes_at = len(target), 0, 1
+        size_bytes, reported, low_water = len(target), 0, 1
         arrived = select.poll()
         arrived.register(self._sock, select.POLLIN)
         while done < size_bytes:
             piece_bytes = min(PIECE_BYTES, size_bytes - done)
-            if piece_bytes != wakes_at:
+            if piece_bytes != low_water:
                 self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, piece_bytes)
-                wakes_at = piece_bytes
+                low_water = piece_bytes
             silent = not arrived.poll(1000 * self._read_seconds_max)
             with self._turns:
                 while done < size_bytes:
-                    piece = target[done : min(told + PIECE_BYTES, size_bytes)]
+                    piece = target[done : min(reported + PIECE_BYTES, size_bytes)]
                     try:
                         count = self._sock.recv_into(piece, 0, socket.MSG_DONTWAIT)
                     except BlockingIOError:
@@ -247,11 +247,11 @@ class _Connection:
                     if count == 0:
                         raise _ended(done, f"an object of {size_bytes} bytes")
                     done += count
-                    seen(size_bytes, told, done)
-                    told, silent = done, False
-        if told < done:
-            seen(size_bytes, told, done)
-        if wakes_at != 1:
+                    seen(size_bytes, reported, done)
+                    reported, silent = done, False
+        if reported < done:
+            seen(size_bytes, reported, done)
+        if low_water != 1:
             # The next answer's head is shorter.
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
@@ -452,7 +452,7 @@ def signed(
 
 
 @contextlib.contextmanager
-def _behind_the_loop() -> Generator[None]:
+def _batch_scheduling() -> Generator[None]:
     """Keep the kernel from preempting the loop's thread whenever bytes arrive for this one.
 
     With the usual policy a dozen readers kept the loop waiting several times as long.
@@ -484,8 +484,8 @@ def _parsed(head: bytes, rest: bytes) -> _Head:
         return _Head(number, 0, keep=False, rest=rest)
     if number >= 400:
         # A refusal may have no length: a load balancer before the store, for one.
-        whole = length.isdigit() and not chunked
-        length_bytes = min(int(length), ERROR_BYTES_MAX) if whole else ERROR_BYTES_MAX
+        known = length.isdigit() and not chunked
+        length_bytes = min(int(length), ERROR_BYTES_MAX) if known else ERROR_BYTES_MAX
         return _Head(number, length_bytes, keep=False, rest=rest, chunked=chunked)
     if not length.isdigit() or chunked:
         raise NotUnderstoodError(f"its answer of status {number} has no length")
