@@ -120,7 +120,7 @@ def _round_trip(owner: Child, reader: Child, layout: KVLayout) -> None:
 
 
 @pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "LHBNC"])
-def test_runs_at_one_distance_from_each_other_go_as_planes(double: Double, order: str) -> None:
+def test_runs_at_a_constant_distance_are_copied_as_planes(double: Double, order: str) -> None:
     double.page.delay_us_max = 100
     layout = layout_in(order, layers=9, tokens=8, content_bytes=48)
     with Child(double, setup=OWNER) as owner, _reader(double, strided="2d") as reader:
@@ -133,7 +133,7 @@ def test_runs_at_one_distance_from_each_other_go_as_planes(double: Double, order
         assert process.left == {}
 
 
-def test_planes_too_are_paced(double: Double) -> None:
+def test_planes_are_paced(double: Double) -> None:
     layout = layout_in("LBHNC", layers=16, blocks=24)
     with (
         Child(double, setup=OWNER) as owner,
@@ -431,6 +431,6 @@ def test_without_a_driver_the_message_says_what_to_install(double: Double) -> No
         reader.run("ready(uuid)", uuid=uuid_of(0))
 
 
-def test_a_code_that_nobody_knows_is_told_by_its_number() -> None:
+def test_an_unknown_code_is_reported_by_number() -> None:
     assert type(failure("cuX", 12345)) is CudaFailed
     assert "cuX failed with CUDA error (12345)" in str(failure("cuX", 12345))

@@ -59,7 +59,7 @@ def test_a_gpu_that_can_everything_passes_and_nothing_is_left(
     assert [process.left for process in double.processes()] == [{}]
 
 
-def test_what_is_missing_is_told_with_the_remedy(double: Double, tmp_path: Path) -> None:
+def test_missing_parts_are_reported_with_the_remedy(double: Double, tmp_path: Path) -> None:
     double.page.num_devices = 2
     double.page.driver_version = 12040
     double.page.no_stream_writes = 1
@@ -80,7 +80,9 @@ def test_a_pool_that_finds_no_room_fails(double: Double, tmp_path: Path) -> None
     assert "lower host.size" in next(line for line in lines if line.startswith("fail"))
 
 
-def test_where_the_pool_goes_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_placement_of_the_pool_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = machine(tmp_path / "machine", "0-1", {"0000:3B:00.0": "1"})
     config = loads(f"host: {{size: 1MiB, directory: {tmp_path}}}")
     places.patch(monkeypatch, "prefer_nodes", lambda _: None)

@@ -182,7 +182,7 @@ def test_many_at_once_are_as_many_one_by_one() -> None:
     writer.close()
 
 
-def test_what_changes_while_a_table_grows_is_in_the_larger_one() -> None:
+def test_changes_during_growth_are_in_the_larger_table() -> None:
     """Also what was copied already and leaves its slot to another, and comes back elsewhere."""
     writer, generator = IndexWriter(100_000), random.Random(4)
     held = [generator.randbytes(16) for _ in range(writer.capacity_entries)]
@@ -243,7 +243,7 @@ def test_reader_outlives_the_writers_mapping() -> None:
         assert look(reader, [bytes(16)]) == [0]
 
 
-def test_colliding_tags_wait_aside_and_do_not_ask_for_growth() -> None:
+def test_colliding_tags_overflow_and_do_not_ask_for_growth() -> None:
     writer = IndexWriter(512)
     generator = np.random.default_rng(7)
     words = generator.integers(0, 2**64, size=(1 << 20, 2), dtype=np.uint64)

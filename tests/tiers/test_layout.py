@@ -322,7 +322,7 @@ def test_the_ranks_segments_cover_each_head_once(ranks: int, layers: int) -> Non
         (8, 0, 0, "tp_size=0"),
     ],
 )
-def test_a_rank_without_a_segment_of_its_own_is_told_why(
+def test_a_rank_without_its_own_segment_gets_a_reason(
     heads: int, rank: int, size: int, said: str
 ) -> None:
     with pytest.raises(LayoutError, match=said):

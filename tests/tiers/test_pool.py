@@ -240,7 +240,7 @@ def test_pool_is_in_use_while_it_is_open(path: Path) -> None:
     pool.close()
 
 
-def test_lock_that_a_child_inherited_is_told_apart(path: Path) -> None:
+def test_a_lock_inherited_by_a_child_is_distinguished(path: Path) -> None:
     """The owner is dead, what it forked is not: the lock holds, and the message does not lie."""
     script = OWNER.replace(
         'print("ready", flush=True)',

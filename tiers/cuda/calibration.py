@@ -179,7 +179,7 @@ class Calibration:
             found.reasons.append(f"{what} failed their test ({error})")
             return False
         if not right:
-            found.reasons.append(f"{what} failed their test (other bytes came than were sent)")
+            found.reasons.append(f"{what} failed their test (the bytes differ)")
         return right
 
     def _pieces(self, stream: CopyStream, there: int, memory: Bytes) -> int:
