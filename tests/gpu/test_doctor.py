@@ -26,7 +26,8 @@ def doctor(
 ) -> tuple[int, list[str]]:
     path = directory / "kvlake.yaml"
     host = {"size": "1MiB", "directory": str(directory)}
-    path.write_text(json.dumps({"host": host, **sections}))
+    # Any port: another sidecar of this machine may have the default one.
+    path.write_text(json.dumps({"host": host, "http": {"port": 0}, **sections}))
     done = subprocess.run(
         [sys.executable, *places.program(), "doctor", "--config", str(path)],
         env=env,
