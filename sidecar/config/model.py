@@ -14,7 +14,7 @@ import os
 import shlex
 import typing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import yaml
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError
@@ -69,6 +69,11 @@ class Config(Section):
         """The option of `kvlake` that names this configuration, after a space; or nothing."""
         return "" if self._file is None else f" --config {shlex.quote(str(self._file))}"
 
+    def read_from(self, path: Path) -> Self:
+        """This configuration, with the file that messages name."""
+        self._file = path
+        return self
+
     @property
     def pool_path(self) -> Path:
         """The host tier's file: one for each user and name."""
@@ -99,9 +104,7 @@ def load(path: str | Path | None, *, environment: Mapping[str, str] | None = Non
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"{path}: cannot be read: {error}"]) from error
-    config = loads(text, name=str(path), environment=environment)
-    config._file = Path(path)  # noqa: SLF001 (of this module)
-    return config
+    return loads(text, name=str(path), environment=environment).read_from(Path(path))
 
 
 def loads(

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 import yaml
+from yaml.composer import ComposerError
+from yaml.parser import ParserError
 
 from sidecar.config.masking import mask_url
 from sidecar.config.units import format_size
@@ -92,7 +94,7 @@ class _Loader(yaml.SafeLoader):
         counts = Counter(str(key.value) for key in keys)
         for key in reversed(keys):
             if counts[str(key.value)] > 1:
-                raise yaml.composer.ComposerError(
+                raise ComposerError(
                     None, None, f"{key.value} is given twice; keep one of the two", key.start_mark
                 )
         return node
@@ -138,7 +140,7 @@ def _yaml_problem(name: str, error: yaml.MarkedYAMLError) -> str:
         hint = "; indent with spaces, not tabs"
     elif "mapping values are not allowed" in said:
         hint = "; put the value in quotes, or check the indentation"
-    elif isinstance(error, yaml.parser.ParserError) and "${" in ((mark and mark.buffer) or ""):
+    elif isinstance(error, ParserError) and "${" in ((mark and mark.buffer) or ""):
         hint = '; between braces, a variable needs quotes: "${NAME}"'
     return f"{where}: not YAML: {said or error}{hint}"
 
