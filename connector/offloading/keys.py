@@ -28,12 +28,12 @@ NAMES_KEPT_MAX: Final = 65_536
 _KEY_DOMAIN: Final = b"kvlake/offloading/1\0"
 
 
-class ChunkNames:
-    """Keys of one engine.
+class ChunkKeys:
+    """The keys of one engine's chunks.
 
     Args:
-        namespace: from `namespace_of`.
-        remembers: whether `of_start` is needed; it knows the last `NAMES_KEPT_MAX` names.
+        namespace: from `row_namespace_of`.
+        remembers: whether `name_of` is needed; it knows the last `NAMES_KEPT_MAX` names.
     """
 
     def __init__(self, namespace: bytes, *, remembers: bool) -> None:
@@ -62,7 +62,7 @@ class ChunkNames:
                 del self._known[next(iter(self._known))]
         return key
 
-    def of_start(self, start: bytes) -> OffloadKey | None:
+    def name_of(self, start: bytes) -> OffloadKey | None:
         """The name that vLLM gives the chunk whose key begins so, if it is known."""
         return self._known.get(start)
 
@@ -72,7 +72,7 @@ class ChunkNames:
         self._known.clear()
 
 
-def namespace_of(config: OffloadingConfig, identity: Any, row_bytes: int) -> bytes:
+def row_namespace_of(config: OffloadingConfig, identity: Any, row_bytes: int) -> bytes:
     """The namespace of an engine's rows: `identity`, and everything that vLLM tells a tier."""
     parallel = config.parallel
     canonical = ""

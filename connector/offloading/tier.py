@@ -33,7 +33,7 @@ from connector.events import TierEvents
 from connector.identity.keys import NO_PARENT
 from connector.identity.namespace import served_as
 from connector.offloading.events import NamedEvents
-from connector.offloading.keys import ChunkNames, namespace_of
+from connector.offloading.keys import ChunkKeys, row_namespace_of
 from connector.offloading.staging import BLOCK_TOKENS, StagedRow, Staging
 from connector.offloading.workarounds import OffloadedRequests
 from connector.options import option
@@ -207,15 +207,15 @@ class KVLakeTier(SecondaryTierManager):
             for group in config.groups
         }
         wants_events = bool(config.enable_kv_cache_events)
-        row_namespace = namespace_of(config, namespace, self._row_bytes)
-        self.names = ChunkNames(row_namespace, remembers=wants_events)
+        row_namespace = row_namespace_of(config, namespace, self._row_bytes)
+        self.keys = ChunkKeys(row_namespace, remembers=wants_events)
         self._request_params = RequestParamsReader(unsupported=CONNECTOR_ONLY)
         self._requests: dict[str, _Request] = {}
         self._offloaded = OffloadedRequests(preempted_are_new=preempted_are_new)
         self._jobs: dict[int, _Job] = {}
         self._reads: dict[int, _Read] = {}
         self._tiers = TierEvents()
-        self.events = NamedEvents(self.names.owner, self.names.of_start)
+        self.events = NamedEvents(self.keys.owner, self.keys.name_of)
         self._next_id = 1
         attach = _attach_message(config, row_namespace)
         scheduler = attach(
@@ -289,7 +289,7 @@ class KVLakeTier(SecondaryTierManager):
         return LookupResult.MISS
 
     def _own_key(self, key: OffloadKey, request: _Request | None, context: ReqContext) -> bytes:
-        own = self.names.key_of(key)
+        own = self.keys.key_of(key)
         self.events.named(own, key)
         end = context.get_offload_key_position(key)
         if request is not None and end is not None:
@@ -456,7 +456,7 @@ class KVLakeTier(SecondaryTierManager):
         loading, are neither served nor stored from now on.
         """
         self._staging.drain()
-        self.names.forget()
+        self.keys.forget()
         self.events.forget()
         self._reads.clear()
         for request_id, request in self._requests.items():

@@ -15,7 +15,7 @@ import pytest
 from vllm.config import KVEventsConfig
 from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
 
-from connector.offloading.keys import ChunkNames
+from connector.offloading.keys import ChunkKeys
 from sidecar.protocol import TIERS_OWNER
 from tests.connector.configurations import BLOCK_TOKENS
 from tests.connector.test_offloading import CONFIG, Engine, engine_of, prompt
@@ -101,10 +101,10 @@ def test_the_engine_is_followed_and_its_tiers_are_distinct(model: Path, tmp_path
                 tuple(tokens[start : start + BLOCK_TOKENS])
                 for start in range(0, 5 * BLOCK_TOKENS, BLOCK_TOKENS)
             )
-            names: ChunkNames = engine.manager.secondary_tiers[-1].names
-            assert {event.ownership for event in of_the_tier.values()} == {names.owner}
-            # After a reset of its own cache vLLM tells that all blocks are gone, and no tier hears
-            # of it: that kvlake's are not, the sidecar's stream alone tells.
+            keys: ChunkKeys = engine.manager.secondary_tiers[-1].keys
+            assert {event.ownership for event in of_the_tier.values()} == {keys.owner}
+            # After a reset of its own cache vLLM publishes that all blocks are gone, and tells no
+            # tier. Only the sidecar's stream shows that those of kvlake are still there.
             engine.forget(host_tier=False)
             engine.run("b", prompt(BLOCK_TOKENS // 2))
             own.until(lambda: not own.names("GPU"))

@@ -35,7 +35,7 @@ from vllm.v1.kv_offload.config import (
 )
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from connector.offloading.keys import namespace_of
+from connector.offloading.keys import row_namespace_of
 from connector.offloading.tier import KVLakeTier
 from connector.offloading.workarounds import guard_tiers
 from tests.e2e.settling import empty_host_tier
@@ -311,10 +311,10 @@ def test_other_engines_share_nothing(sidecar: SidecarProcess) -> None:
 def test_canonical_pages_are_shared_by_any_number_of_ranks() -> None:
     one = config_of("", canonical_layout=True, parallel={"tp_size": 1})
     two = config_of("", canonical_layout=True, parallel={"tp_size": 2})
-    assert namespace_of(one, "n", ROW_BYTES) == namespace_of(two, "n", ROW_BYTES)
+    assert row_namespace_of(one, "n", ROW_BYTES) == row_namespace_of(two, "n", ROW_BYTES)
     direct = config_of("", parallel={"tp_size": 1})
-    assert namespace_of(direct, "n", ROW_BYTES) != namespace_of(one, "n", ROW_BYTES)
-    assert isinstance(json.loads(namespace_of(one, {"a": 1}, ROW_BYTES)), dict)
+    assert row_namespace_of(direct, "n", ROW_BYTES) != row_namespace_of(one, "n", ROW_BYTES)
+    assert isinstance(json.loads(row_namespace_of(one, {"a": 1}, ROW_BYTES)), dict)
 
 
 @pytest.mark.promise("streaming-input")

@@ -44,7 +44,7 @@ class Listener:
             if not event.ownership:
                 # Of vLLM's own host tier.
                 continue
-            assert event.ownership == self._node.tier.names.owner
+            assert event.ownership == self._node.tier.keys.owner
             # By this vLLM keeps which blocks are in it for as long as it holds.
             assert event.removal_expected == (not event.removed)
             for key in event.keys:
@@ -242,7 +242,7 @@ def test_events_have_no_tokens(
     prompt = words(3)
     follower = subscribe(sidecar)
     with node(sidecar) as first:
-        namespace = first.tier.names.digest
+        namespace = first.tier.keys.digest
         first.store("a", prompt)
         first.settle()
         follower.until(lambda: len(follower.names("STORAGE")) == len(prompt))
