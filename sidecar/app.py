@@ -1,19 +1,18 @@
-"""The sidecar process: sockets, the one task group, readiness, draining.
+"""The sidecar process: sockets, the task group, readiness, draining.
 
-Owns the life of everything else: the runtime directory, the pool, both sockets, HTTP, the tasks
-and the signals. Does not own decisions (`core/engine.py`), how they are carried out
-(`service/dispatcher.py`, `data/executor.py`), or who gets in (`service/handshake.py`).
+Owns the start and the end of everything else: the runtime directory, the pool, the sockets, HTTP,
+the tasks and the signals. Does not own decisions (`core/engine.py`), how they are carried out
+(`service/dispatcher.py`, `data/executor.py`), or handshakes (`service/handshake.py`).
 
 Invariants:
 
-* Everything runs on one event loop inside one task group; worker threads only copy, hash and
-  touch files.
-* A stop is a drain: nothing new is accepted, running copies end, what is queued for the store is
-  written for at most `limits.drain_seconds_max`, and what is left then is counted and told. A
-  second signal ends the process at once, and so does a thread that hangs in a system call for long
-  after all of these limits.
-* Whatever way it ends, short of being killed, its sockets are removed, and its memory is kept or
-  removed (`data/host_pool.py`); after a kill the next sidecar of the same name takes over.
+* Everything runs on one event loop inside one task group. Worker threads only copy, hash and access
+  files.
+* A stop is a drain: no new work is accepted, running copies end, the write queue is written for at
+  most `limits.drain_seconds_max`, and what is left is counted and logged. The process ends at once
+  at a second signal, and if a thread still hangs in a system call long after these limits.
+* Unless it is killed, its sockets are removed at the end, and its memory is kept or removed
+  (`data/host_pool.py`). After a kill the next sidecar of the same name takes over.
 """
 
 from __future__ import annotations
@@ -71,33 +70,32 @@ STOP_SIGNALS: Final = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
-"""What the sidecar drains at. By default the last three end a process at once."""
+"""Signals that start a drain. By default the last three end a process at once."""
 TICK_SECONDS: Final = 0.05
 TICK_SECONDS_WAITED_FOR: Final = 0.01
-"""While requests wait for the store: what they wait in vain is a part of their first token."""
-
+"""While requests wait for the store: a late tick delays their first token."""
 TICK_REST: Final = 9.0
-"""With thousands of lookups a tick takes milliseconds; it rests so many times as long after it."""
-
+"""Pause after a tick, in multiples of its duration: with thousands of lookups it takes
+milliseconds."""
 TICK_SECONDS_IDLE: Final = 1.0
 STORE_CLOSE_SECONDS_MAX: Final = 2.0
 ANNOUNCE_SECONDS_MAX: Final = 5.0
 HANGING_SECONDS_MAX: Final = 10.0
-"""How long an ending waits, beyond all its own limits, for threads that nothing can interrupt."""
+"""How long a stop waits, beyond all other limits, for threads that cannot be interrupted."""
 
 _logger = logging.getLogger("kvlake.server")
 
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """A sidecar that serves: where it is, and how to stop it (from any thread)."""
+    """A serving sidecar: its endpoints, and how to stop it (from any thread)."""
 
     epoch: int
     attach_path: Path
     endpoint: str
     http_url: str
     events: str
-    """Where KV events are published, and where they are replayed; empty where they are not."""
+    """Endpoints of published and replayed KV events; empty without events."""
     replay: str
     stop: Callable[[], None]
 
@@ -110,10 +108,10 @@ async def serve(
 ) -> Exit:
     """Run a sidecar until SIGTERM, SIGINT or `ServerInfo.stop`; returns the exit code.
 
-    Run it with `anyio.run` on the asyncio backend. `ready` is called once, when every socket is
-    bound. Raises `StartError` where an operator has to change something first.
+    Needs the asyncio backend. `ready` is called once, when every socket is bound. Raises
+    `StartError` where an operator has to change something first.
     """
-    # Their pools would take the engine's cores; what copies and hashes has its own threads.
+    # Arrow's threads would take the engine's cores; copying and hashing have their own threads.
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
     conceal(config.secrets())
@@ -141,7 +139,7 @@ async def serve(
 
 
 class Server:
-    """One sidecar's life."""
+    """One running sidecar."""
 
     def __init__(
         self,
@@ -157,7 +155,6 @@ class Server:
         self._directory = directory
         self._pool = pool
         self._store = store
-        # Later lives have higher epochs, whatever the pid; nobody orders by it, it only differs.
         self.dispatcher = Dispatcher(config, pool, store, epoch=time.time_ns())
         self._http = http
         self._watchdog = watchdog
@@ -168,9 +165,9 @@ class Server:
         self.broken: BaseException | None = None
 
     async def run(self, ready: Callable[[ServerInfo], None] | None) -> Exit:
-        """Serve until told to stop, drain, and take everything down."""
+        """Serve until stopped, drain, and close everything."""
         ended = Exit.OK
-        self._take_lost()
+        self._read_lost()
         async with contextlib.AsyncExitStack() as stack:
             if self._store is not None:
                 stack.push_async_callback(_close_store, self._store)
@@ -214,7 +211,7 @@ class Server:
                 self._directory.remove_sockets(self._directory.attach_path)
                 if self.broken is None:
                     ended = await self.drain()
-                    self._note_lost()
+                    self._write_lost()
                 self.dispatcher.end()
                 tasks.cancel_scope.cancel()
         if self.broken is not None:
@@ -229,7 +226,7 @@ class Server:
         )
 
     async def start(self, tasks: anyio.abc.TaskGroup) -> None:
-        """Start what runs for the whole life of the sidecar, sockets apart."""
+        """Start the tasks that run until the end, apart from sockets."""
         await tasks.start(self.dispatcher.executor.run)
         tasks.start_soon(self.dispatcher.copies.run)
         tasks.start_soon(self._tick)
@@ -241,7 +238,7 @@ class Server:
             tasks.start_soon(self.dispatcher.watch.run)
         if self.dispatcher.collector is not None:
             tasks.start_soon(self.dispatcher.collector.run)
-        # Elsewhere than in the main thread, signals are somebody else's (an embedding program's).
+        # In another thread, signals belong to the embedding program.
         if threading.current_thread() is threading.main_thread():
             await tasks.start(self._signals)
 
@@ -249,23 +246,18 @@ class Server:
         settings = self._config.events
         if not settings.enabled:
             return None
-        over_ipc = {"endpoint": self._directory.events_path}
-        over_ipc["replay_endpoint"] = self._directory.replay_path
-        places = {"endpoint": settings.endpoint, "replay_endpoint": settings.replay_endpoint}
-        for name, place in places.items():
-            if place == "ipc":
-                places[name] = f"ipc://{over_ipc[name]}"
+        endpoint, replay = settings.endpoint, settings.replay_endpoint
         sockets = EventSockets(
             settings,
-            places["endpoint"],
-            places["replay_endpoint"],
+            f"ipc://{self._directory.events_path}" if endpoint == "ipc" else endpoint,
+            f"ipc://{self._directory.replay_path}" if replay == "ipc" else replay,
             events_key(self._config),
-            # Prompts can be read there: not by the users of runtime.allow_uids.
+            # Events contain prompts, which the users of runtime.allow_uids must not read.
             sorted({os.geteuid(), 0}),
             self._break,
         )
         stack.callback(sockets.close)
-        self.dispatcher.publish(sockets, self._directory.first_number(self.dispatcher.epoch))
+        self.dispatcher.publish(sockets, self._directory.first_event_number(self.dispatcher.epoch))
         return sockets
 
     def _open_jobs(self) -> JobSocket:
@@ -281,13 +273,13 @@ class Server:
         )
 
     def _break(self, error: BaseException) -> None:
-        """End everything because of `error`, raised where the task group does not see it."""
+        """Stop because of `error`, which was raised outside the task group."""
         self.broken = self.broken or error
         self.stopping.set()
         self.dispatcher.drained.set()
 
     async def _signals(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
-        # A service manager asks for a reload by it. Whoever closes a terminal wants it to end.
+        # SIGHUP: a service manager requests a reload; a closed terminal requests the end.
         in_terminal = os.isatty(0)
         with anyio.open_signal_receiver(*STOP_SIGNALS, signal.SIGHUP) as signals:
             task_status.started()
@@ -306,15 +298,15 @@ class Server:
                 self.stopping.set()
 
     def _end_in_time(self) -> asyncio.TimerHandle:
-        """Have the process end although a system call of one of its threads does not."""
+        """End the process if a system call of one of its threads hangs."""
 
         def give_up() -> None:
-            # An embedding program ends when it wants to.
+            # An embedding program decides for itself.
             if threading.current_thread() is not threading.main_thread():
                 return
             _logger.error(
-                "a call of the store does not come back (a mount whose server is gone?): ended "
-                "without it, as a kill would"
+                "a call of the store does not return (a mount whose server is gone?): the sidecar "
+                "ends without it"
             )
             self._abandon(Exit.LOSS)
 
@@ -323,29 +315,29 @@ class Server:
         return loop.call_later(seconds_max + HANGING_SECONDS_MAX, give_up)
 
     def _abandon(self, code: Exit) -> None:
-        """End the process now: threads may be copying, so nothing is unmapped first."""
-        self._note_lost()
+        """End the process now. Threads may be copying, so nothing is unmapped first."""
+        self._write_lost()
         self._directory.remove_sockets()
         if self._config.host.after_stop == "remove":
             self._pool.remove_files()
         os._exit(code)
 
-    def _take_lost(self) -> None:
-        lost = self.dispatcher.lost_before = self._directory.take_lost()
+    def _read_lost(self) -> None:
+        lost = self.dispatcher.lost_before = self._directory.read_lost()
         if lost:
             _logger.warning(
                 "the sidecar before this one stopped before it had written everything",
                 extra=fields(objects_lost=lost),
             )
 
-    def _note_lost(self) -> None:
-        """Leave word of what has to be written still, where host memory is given up with it."""
+    def _write_lost(self) -> None:
+        """Record how many objects are lost, where host memory is removed with them."""
         if self._config.host.after_stop == "remove":
             left = self.dispatcher.engine.pending_work()
-            self._directory.note_lost(left.writes_pending + left.writes_running)
+            self._directory.write_lost(left.writes_pending + left.writes_running)
 
     async def _tick(self) -> None:
-        """Let time pass for the engine: finely while something ends with it, else rarely."""
+        """Feed ticks to the engine: often while deadlines are pending, else rarely."""
         while True:
             begun = time.monotonic()
             self.dispatcher.feed(Tick())
@@ -360,27 +352,27 @@ class Server:
                 await self.dispatcher.deadlines.wait()
 
     async def drain(self) -> Exit:
-        """Finish what was begun, within `limits.drain_seconds_max`."""
+        """Finish running work, within `limits.drain_seconds_max`."""
         self.dispatcher.drain()
         with anyio.move_on_after(self._config.limits.drain_seconds_max) as patience:
             await self.dispatcher.drained.wait()
         if self.dispatcher.watch is not None:
-            # Whatever was written, however far the drain got.
+            # Also after a drain that timed out: other sidecars need to know what was written.
             with anyio.move_on_after(ANNOUNCE_SECONDS_MAX):
                 await self.dispatcher.watch.flush_all()
-        # Loads are served to the end, so some may have come while that was announced.
+        # Loads are served until the end, so new ones may have arrived meanwhile.
         with anyio.CancelScope(deadline=patience.deadline):
             while self.broken is None and not self.dispatcher.engine.pending_work().idle:
                 self.dispatcher.drained = anyio.Event()
                 await self.dispatcher.drained.wait()
         left = self.dispatcher.engine.pending_work()
         catalogs = self.dispatcher.catalogs
-        untold = 0 if catalogs is None else catalogs.rows_waiting
-        if left.idle and untold:
+        rows_waiting = 0 if catalogs is None else catalogs.rows_waiting
+        if left.idle and rows_waiting:
             _logger.warning(
-                "drained, but other sidecars were not told of all that was written; they find it "
-                "when they look through the store (store.reconcile_every)",
-                extra=fields(rows_untold=untold),
+                "drained, but other sidecars were not notified of all writes; they find them when "
+                "they list the store (store.reconcile_every)",
+                extra=fields(rows_untold=rows_waiting),
             )
             return Exit.LOSS
         if left.idle:
@@ -393,7 +385,7 @@ class Server:
                 memory=self._config.host.after_stop,
                 copies_left=left.copies_running,
                 reads_left=left.reads_running + left.reads_queued,
-                rows_untold=untold,
+                rows_untold=rows_waiting,
             ),
         )
         return Exit.LOSS
@@ -403,7 +395,7 @@ def _stopper(stopping: anyio.Event) -> Callable[[], None]:
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
-        # A loop that is closed has stopped.
+        # A closed loop has stopped already.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(stopping.set)
 

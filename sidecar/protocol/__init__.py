@@ -1,10 +1,10 @@
-"""Wire messages between connectors and the sidecar: what they are, their limits, their codec.
+"""Wire messages between connectors and the sidecar: their fields, limits and codec.
 
 Two channels per client, one session:
 
 * Unix socket (`attach.sock`): one `Attach` from the client with its file descriptors, one
   `Attached` or `Refused` back, then `IndexMoved` (with a descriptor) whenever the shared index
-  moved. It stays open: end of file means that the other side died, in both directions.
+  moves. It stays open: in both directions end of file means that the other side is gone.
   Frames are 4 bytes of little-endian length, then MessagePack. An engine that serves without the
   cache sends a `Declined` in place of `Attach`, and leaves the connection open while it lives.
 * ZMQ DEALER to ROUTER (`Attached.endpoint`): jobs and answers. The DEALER's routing id is
@@ -31,8 +31,8 @@ The whole conversation::
       | any refused frame: <------- Error |                                     |
       | instead of Attach: Declined ----> |  listed in the status until EOF     |
 
-Invariants: every message carries the sidecar's `epoch`, and one from another life is dropped and
-counted; every `Submit` job gets exactly one outcome in a `Done`, unless the session ends
+Invariants: every message carries the sidecar's `epoch`, and one with another epoch is refused and
+counted; every job of a `Submit` gets exactly one outcome in a `Done`, unless the session ends
 first; nothing is pickled; a frame over `FRAME_BYTES_MAX` is refused before it is decoded.
 """
 

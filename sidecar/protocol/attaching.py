@@ -33,18 +33,18 @@ BlocksPerChunk = Annotated[int, msgspec.Meta(ge=1, le=BLOCKS_PER_CHUNK_MAX)]
 
 
 class Role(enum.StrEnum):
-    """Which half of the connector a session serves."""
+    """The half of the connector that a session serves."""
 
     SCHEDULER = "scheduler"
     WORKER = "worker"
 
 
 class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How a worker's KV memory is shared. `kind` names what arrives beside the message.
+    """How a worker's KV memory is shared. `kind` determines the descriptors beside the message.
 
     memfd: descriptor 0 is the KV memory, descriptor 1 the fence page.
-    cuda_ipc: `handle` is what `cuIpcGetMemHandle` gave, descriptor 0 the fence page.
-    cuda_vmm: descriptor 0 is what `cuMemExportToShareableHandle` gave, descriptor 1 the fence page.
+    cuda_ipc: `handle` is from `cuIpcGetMemHandle`, descriptor 0 is the fence page.
+    cuda_vmm: descriptor 0 is from `cuMemExportToShareableHandle`, descriptor 1 is the fence page.
 
     `size_bytes` is the whole allocation, from whose start the layout's offsets count.
     """
@@ -52,15 +52,15 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     kind: str
     size_bytes: int
     device_uuid: bytes = b""
-    """Which GPU, as `cuDeviceGetUuid` names it: numbers differ between processes."""
+    """The GPU, from `cuDeviceGetUuid`: device numbers differ between processes."""
     handle: bytes = b""
 
 
 class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One more KV cache group of an engine: what it has of its own. See `Attach` for the fields.
+    """A further KV cache group of an engine. See `Attach` for the fields.
 
-    All groups of a worker lie in the memory that it shares once, and may lie over each other
-    there: a block belongs to one group at a time.
+    All groups of a worker are in the memory that it shares, and may overlap there: a block belongs
+    to one group at a time.
     """
 
     namespace: Namespace
@@ -73,13 +73,13 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Attach(
     msgspec.Struct, tag="attach", frozen=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """First and only message of a client on the Unix socket, unless that is a `Declined`.
+    """The only message of a client on the Unix socket, unless that is a `Declined`.
 
-    `namespace` is canonical JSON (UTF-8): what makes KV bytes compatible. `topology` names how
-    the model is cut over the ranks; chunks are loadable when all their segments are. Of every
-    `replicas` ranks in a row all hold the same segment (MLA).
-    `layout`, `segment` and `memory` are given by workers only. These fields are of the engine's
-    first KV cache group, and `groups` are its others: group 1, 2, ... in chunks and lookups.
+    `namespace` is canonical JSON (UTF-8) of all that makes KV bytes compatible. `topology` says how
+    the model is split over the ranks; a chunk is loadable when all its segments are. Each run of
+    `replicas` ranks holds the same segment (MLA). Workers alone set `layout`, `segment` and
+    `memory`. These fields describe the engine's first KV cache group, and `groups` its others:
+    group 1, 2, ... in chunks and lookups.
     """
 
     version: int
@@ -98,17 +98,17 @@ class Attach(
     memory: Memory | None = None
     groups: Annotated[tuple[Group, ...], msgspec.Meta(max_length=GROUPS_MAX - 1)] = ()
     events_endpoint: str = ""
-    """Where the engine publishes its own KV events, on this machine; empty where it does not."""
+    """Endpoint of the engine's own KV events, on this machine; empty without."""
     events_replay: str = ""
-    """Where it replays them."""
+    """Endpoint where it replays them."""
     replicas: int = 1
     model: Annotated[str, msgspec.Meta(max_length=MODEL_CHARACTERS_MAX)] = ""
-    """What the engine calls a model that is files, to be shown to people. Empty where the namespace
-    has a name: sidecars of before this field do not take it."""
+    """The engine's name of a model that is files, to show to people. Empty where the namespace has
+    a name, because older sidecars refuse this field."""
 
     @property
     def segment_number(self) -> int:
-        """Which of a chunk's segments this rank holds."""
+        """The number of this rank's segment in a chunk."""
         return self.rank // self.replicas
 
     @property
@@ -137,10 +137,10 @@ class Attach(
 
 
 class Declined(msgspec.Struct, tag="declined", frozen=True, forbid_unknown_fields=True):
-    """In place of `Attach`: a process of an engine says that it serves without the cache, and why.
+    """In place of `Attach`: a process of an engine serves without the cache.
 
     It is not answered, unless it is refused, and holds until the connection ends. `reason` is one
-    of `DECLINE_REASONS`, or a word that a later release adds; `message` is for an operator: field,
+    of `DECLINE_REASONS`, or one that a later release adds; `message` is for an operator: field,
     value and remedy, as in vLLM's log.
     """
 
@@ -152,7 +152,7 @@ class Declined(msgspec.Struct, tag="declined", frozen=True, forbid_unknown_field
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Deadlines and bounds that the operator set in the sidecar and the connector must keep."""
+    """Limits of the sidecar's configuration that the connector must keep."""
 
     lookup_wait_ms_max: int
     load_deadline_ms_max: int
@@ -174,14 +174,14 @@ class Attached(msgspec.Struct, tag="attached", frozen=True, forbid_unknown_field
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True, forbid_unknown_fields=True):
-    """The sidecar will not serve this client; `message` names the field, value and remedy."""
+    """The sidecar does not serve this client; `message` names the field, value and remedy."""
 
     code: str
     message: str
 
 
 class IndexMoved(msgspec.Struct, tag="index_moved", frozen=True, forbid_unknown_fields=True):
-    """The shared index was grown into a new mapping; descriptor 0 replaces the old one."""
+    """The shared index has grown into a new mapping; descriptor 0 replaces the old one."""
 
     epoch: int
     index_bytes: int

@@ -1,6 +1,6 @@
-"""What bounds the wire: the version, how much a message may hold, how long its parts are.
+"""Constants of the protocol: its version, and the limits of messages and their parts.
 
-Owns the numbers. Nothing here is a setting: both sides are built with the same.
+Nothing here is a setting: both sides are built with the same values.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 PROTOCOL_VERSION: Final = 5
-"""Raised by every incompatible change. Both sides refuse another version, by name."""
+"""Increased by every incompatible change. Both sides refuse other versions."""
 
 FRAME_BYTES_MAX: Final = 4 * 1024 * 1024
 KEYS_PER_MESSAGE_MAX: Final = 65_536
@@ -30,7 +30,7 @@ UUID_BYTES: Final = 16
 IPC_HANDLE_BYTES: Final = 64
 DECLINED_CHARS_MAX: Final = 1_000
 DECLINE_REASONS: Final = ("chunk_tokens", "unsupported", "weights", "memory")
-"""Why an engine may be served without the cache, as it says itself in a `Declined`:
+"""Why an engine serves without the cache, in a `Declined`:
 
 chunk_tokens: the chunk size is not a multiple of the block size. unsupported: something of the
 model, the engine or the machine is refused. weights: the files of the model cannot be read. memory:

@@ -24,8 +24,8 @@ from sidecar.protocol.limits import (
     TTL_MS_MAX,
 )
 
-# Checked while decoding, a list's length before its first entry: a frame of small entries would
-# otherwise become many times its size before it is refused.
+# Checked while decoding, a list's length before its first entry: otherwise a frame of small entries
+# could use many times its size before it is refused.
 Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Keys = Annotated[list[Key], msgspec.Meta(max_length=KEYS_PER_MESSAGE_MAX)]
 GroupId = Annotated[int, msgspec.Meta(ge=0, lt=GROUPS_MAX)]
@@ -48,13 +48,13 @@ class Outcome(enum.IntEnum):
     FULL = 3
     """No slot could be freed; the store was dropped."""
     REVOKED = 4
-    """The worker gave up waiting and took its blocks back; nothing was touched."""
+    """The worker stopped waiting and took its blocks back; no block was written."""
     FAILED = 5
     """The copy raised; see the sidecar's log."""
     PARTIAL = 6
     """A store of several chunks kept some of them."""
     EXPIRED = 7
-    """Its deadline passed first; nothing was touched."""
+    """Its deadline passed first; no block was written."""
 
 
 class LoadChunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -67,11 +67,11 @@ class LoadChunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class StoreChunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Copy `block_ids` to a slot under `key`. `token_ids` are little-endian int32 bytes.
+    """Copy `block_ids` to a slot under `key`. `token_ids` are little-endian int32.
 
     `parent` is the key of the chunk before it, or 32 zero bytes at the start of a prompt.
     `block_ids` holds between 1 and `blocks_per_chunk` blocks; fewer make a partial chunk.
-    `tenant` is whose chunk it is: from `tenant_id`, empty for a request without a cache salt.
+    `tenant` owns the chunk: from `tenant_id`, empty for a request without a cache salt.
     """
 
     key: Key
@@ -92,8 +92,8 @@ class LoadJob(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 class StoreJob(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Chunks of one request that became complete in one step.
 
-    `job_id` is unique per engine and life. `ttl_ms`: they are forgotten so long after this, 0 for
-    never. `stays`: they are not written to the object store; what is forgotten is not either.
+    `job_id` is unique per engine and epoch. `ttl_ms`: the chunks expire after this time, 0 for
+    never. `stays`: they are not written to the object store; chunks that expire are not either.
     """
 
     job_id: int
@@ -130,8 +130,8 @@ class Lookup(
 ):
     """Bring `keys` from the object store to host memory, and lease them.
 
-    In the order in which they are of use: of one group they are a chain, and those of a group
-    that cannot do without the chain of another come after it.
+    The keys are ordered by use: those of one group are a chain, and a group that needs the chain of
+    another one comes after it.
     """
 
     epoch: int
@@ -148,7 +148,7 @@ class Lookup(
 
 
 class LookupDone(msgspec.Struct, tag="lookup_done", frozen=True, forbid_unknown_fields=True):
-    """The first `ready` keys of the lookup are in host memory; the rest will not come."""
+    """The first `ready` keys of the lookup are in host memory; the rest will not be."""
 
     epoch: int
     lookup_id: int
@@ -168,9 +168,9 @@ class Lease(
 
 
 class Pin(msgspec.Struct, tag="pin", frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Keep `keys` in host memory for `duration_ms`, also what is still to be stored. Not answered.
+    """Keep `keys` in host memory for `duration_ms`, also once they are stored later. Not answered.
 
-    As many of them, from the first on, as this client and `tenant` may pin; the rest are counted.
+    Pins the first keys, up to the limits of this client and `tenant`; the rest are counted.
     """
 
     epoch: int
@@ -184,21 +184,21 @@ class Pin(msgspec.Struct, tag="pin", frozen=True, forbid_unknown_fields=True, om
 class Release(
     msgspec.Struct, tag="release", frozen=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """Give leases and lookups back that are not needed any more. Unknown ids are ignored."""
+    """Release leases and lookups. Unknown ids are ignored."""
 
     epoch: int
     lease_ids: Ids
     lookup_ids: Ids
     pins: bool = False
-    """All that this client has pinned, too."""
+    """Whether to release all pins of this client too."""
     heard: Annotated[int, msgspec.Meta(ge=-1)] = -1
-    """`Events` that this client has taken since it attached, for more of them; -1: it says not."""
+    """`Events` received since the attach, to request more of them; -1: no request."""
 
 
 class StoredEvent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Chunk `key` became available in `tier` ("host" or "store").
 
-    Of one that only a listing told of, `key` is the first half and `parent` is empty.
+    For one known only from a listing, `key` is the first half and `parent` is empty.
     """
 
     key: bytes
@@ -219,17 +219,17 @@ class RemovedEvent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 class Events(
     msgspec.Struct, tag="events", frozen=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """What the tiers gained and lost for this namespace and topology since the last one."""
+    """Changes of the tiers for this namespace and topology since the last `Events`."""
 
     epoch: int
     stored: list[StoredEvent]
     removed: list[RemovedEvent]
     anew: bool = False
-    """From here on all that there is is told: nothing of what was told before holds."""
+    """Drop the contents of all earlier `Events`: everything is sent again from here on."""
 
 
 class Error(msgspec.Struct, tag="error", frozen=True, forbid_unknown_fields=True):
-    """The last frame of this session was refused. The session goes on."""
+    """The last frame of this session was refused. The session continues."""
 
     epoch: int
     code: str
@@ -254,7 +254,7 @@ def tiers_owner(namespace_digest: bytes, topology: str) -> str:
 def tenant_id(cache_salt: str) -> bytes:
     """The tenant of requests with this cache salt: 8 bytes, or none for requests without one.
 
-    The salt itself is a secret and is in no message: whoever knows it can ask for what its
+    The salt itself is a secret and is in no message: a client that knows it can read what its
     tenant's requests left in the cache.
     """
     if not cache_salt:

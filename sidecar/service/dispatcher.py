@@ -1,16 +1,16 @@
-"""The dispatcher: frames become events, and commands become work and answers.
+"""The dispatcher: turns frames into events for the engine, and its commands into work and answers.
 
-Owns the engine and its feeding, the realms and sessions, and the executor that carries commands
-out. Does not own sockets, tasks or signals (`app.py`), nor how a client gets in (`handshake.py`).
+Owns the engine, the realms and sessions, and the executor that carries commands out. Does not own
+sockets, tasks or signals (`app.py`), nor handshakes (`handshake.py`).
 
 Invariants:
 
-* Events are fed one at a time, in the order in which they came; one that a command causes at
-  once waits until the commands before it are carried out.
-* What a client sends can end its own session and nothing else. What the engine raises is a bug:
-  it ends the sidecar, whose clients go on without it, rather than leave it wrong and running.
-* A reply that cannot be delivered ends its session: the client sees end of file and attaches
-  again, rather than wait for an answer that will not come.
+* Events are fed one at a time, in order. An event caused by a command is fed after all commands
+  before it are carried out.
+* A message can end its own session and nothing else. An error of the engine is a bug and ends the
+  sidecar: its clients go on without it.
+* A reply that cannot be delivered ends its session. The client sees the end of file and attaches
+  again, instead of waiting for the answer.
 """
 
 from __future__ import annotations
@@ -68,12 +68,13 @@ if TYPE_CHECKING:
     from tiers.store.middleware.metering import Metered
 
 JOBS_SLACK: Final = 4
-"""A worker that revoked a job no longer counts it, while its end may still be on the way here."""
+"""Jobs that a session may have here, in multiples of its jobs in flight: a worker stops counting a
+revoked job at once, the sidecar when it is over."""
 QUARANTINE_KEYS_MAX: Final = 65_536
 READS_BEGUN_MAX: Final = 2
-"""To make room for a read and to begin it takes up to 0.1 ms of the event loop."""
+"""Reads started at a time: each takes up to 0.1 ms of the event loop."""
 ADOPTED_MAX: Final = 64
-"""To take a restored slot in and to tell of it takes up to 0.1 ms of the event loop."""
+"""Restored slots adopted at a time: each takes up to 0.1 ms of the event loop."""
 PEERS_LOGGED_MAX: Final = 1024
 
 _logger = logging.getLogger("kvlake.server")
@@ -81,23 +82,23 @@ _logger = logging.getLogger("kvlake.server")
 
 @dataclass(slots=True)
 class SocketStats:
-    """What the sockets counted since the start. Never decreases."""
+    """Counters of the sockets since the start."""
 
     sessions_opened: int = 0
     frames_received: int = 0
     replies_dropped: int = 0
     sockets_renewed: int = 0
-    """Socket files that were made again after somebody had removed them."""
+    """Socket files that were removed by somebody, and made again."""
     connections_cut: int = 0
-    """Connections that ended, or were ended, before they had attached."""
+    """Connections that ended before they attached."""
     attaches_expired: int = 0
-    """Connections that were cut off because they had not attached in time."""
+    """Connections that did not attach in time."""
     attaches_refused: Counter[str] = field(default_factory=Counter[str])
     frames_refused: Counter[str] = field(default_factory=Counter[str])
 
 
 class Dispatcher:
-    """The engine with everything that it needs to be fed and obeyed."""
+    """The engine, with what feeds it and carries out its commands."""
 
     def __init__(self, config: Config, pool: HostPool, store: Metered | None, epoch: int) -> None:
         self.config = config
@@ -107,7 +108,7 @@ class Dispatcher:
         self.socket_stats = SocketStats()
         self.started = time.time()
         self.lost_before = 0
-        """Objects that the sidecar before this one left unwritten when it stopped."""
+        """Objects that the previous sidecar had not written when it stopped."""
         self.realms = Realms(config.limits.realms_max)
         self.sessions = Sessions(config.limits.sessions_max)
         self.uncached = UncachedEngines(config.limits.sessions_max)
@@ -145,10 +146,10 @@ class Dispatcher:
             store_failed=None if self.watch is None else self.watch.failed,
         )
         self.deadlines = anyio.Event()
-        """Set when the engine got something that ends with time."""
+        """Set when the engine got a lookup or a lease, which have deadlines."""
         self.draining = False
         self.drained = anyio.Event()
-        """Set when, while draining, nothing is outstanding any more."""
+        """Set when, while draining, no work is left."""
         self._jobs: JobSocket | None = None
         self._events: deque[Event] = deque()
         self._feeding = False
@@ -182,7 +183,7 @@ class Dispatcher:
         )
 
     def _admits(self, realm_id: int, tenant: bytes, num_bytes: int, objects: int) -> bool:
-        """Whether a tenant may have so much more in a realm's namespace, as far as is known."""
+        """Whether a tenant's quota allows this write to a realm's namespace, as far as is known."""
         quota = self.engine.tenants.quota(tenant)
         if self.catalogs is None or not quota.store_capped:
             return True
@@ -190,10 +191,10 @@ class Dispatcher:
         return quota.admits(held.size_bytes + num_bytes, held.objects + objects)
 
     def _has_room(self, realm_id: int, num_bytes: int, objects: int) -> bool:
-        """Whether a realm's namespace may have so much more, as far as is known.
+        """Whether the limits of a realm's namespace allow this write, as far as is known.
 
-        Its bounds are kept by deleting what is oldest, in rounds. What is written faster than that
-        would take the store to any size; where nothing can be collected, they do not hold.
+        The collector enforces them by deleting the oldest chunks, in rounds: faster writes would
+        exceed them without this check. Without a collector they do not hold.
         """
         settings = self.config.store
         if settings is None or self.catalogs is None or self.watch is None:
@@ -204,11 +205,11 @@ class Dispatcher:
         return settings.has_room(held.size_bytes + num_bytes, held.objects + objects)
 
     def connect(self, jobs: JobSocket) -> None:
-        """Give it the socket that its replies go to."""
+        """Set the socket for replies."""
         self._jobs = jobs
 
     def publish(self, sockets: EventSockets, first_number: int) -> EventStream:
-        """Tell what changes in the tiers from now on. Before the first session."""
+        """Publish changes of the tiers from now on. Call it before the first session."""
         settings = self.config.events
         self.event_sockets = sockets
         self.events = EventStream(
@@ -231,16 +232,16 @@ class Dispatcher:
             self.events.listed(realm, keys)
 
     def handshakes_refused(self) -> Mapping[str, int]:
-        """Connections for jobs that were refused before they were read, by reason."""
+        """Connections for jobs refused before they were read, by reason."""
         return {} if self._jobs is None else self._jobs.handshakes_refused
 
     def drain(self) -> None:
-        """Begin no new work; `drained` is set once what was begun has ended."""
+        """Start no new work; `drained` is set once all running work has ended."""
         self.draining = True
         self.feed(Draining())
 
     def end(self) -> None:
-        """Take no event from now on: the tasks that commands need are being taken down."""
+        """Ignore all further events: the tasks that carry out commands are ending."""
         if self.events is not None and not self._over:
             self.events.end()
         self._over = True
@@ -251,7 +252,7 @@ class Dispatcher:
         for session in self.sessions.all():
             self.end_session(session, "the sidecar stops")
         if self.config.host.after_stop == "remove":
-            # So that what the pool still has in use when it closes is a leak and not the cache.
+            # Slots still in use when the pool closes are then leaks.
             self.engine.clear()
         self.gpus.close()
         self.realms.close()
@@ -259,7 +260,7 @@ class Dispatcher:
     # --- events ----------------------------------------------------------------------------
 
     def feed(self, event: Event) -> None:
-        """Tell the engine, and carry out what it answers."""
+        """Pass an event to the engine, and carry out its commands."""
         if self._over:
             return
         self._events.append(event)
@@ -268,8 +269,8 @@ class Dispatcher:
         self._feeding = True
         try:
             while self._events:
-                told = self._events.popleft()
-                self.executor.execute(self.engine.handle(told, time.monotonic()))
+                event = self._events.popleft()
+                self.executor.execute(self.engine.handle(event, time.monotonic()))
         finally:
             self._feeding = False
         if self.draining and self.engine.pending_work().idle:
@@ -282,7 +283,7 @@ class Dispatcher:
     # --- sessions --------------------------------------------------------------------------
 
     def open_session(self, session: Session) -> None:
-        """Tell the engine of a session that was just made."""
+        """Announce a new session to the engine."""
         self.socket_stats.sessions_opened += 1
         attach = session.attach
         _logger.info(
@@ -306,7 +307,7 @@ class Dispatcher:
                     attach.events_replay,
                 )
             else:
-                # It would choose what this process connects to, and what everybody is told.
+                # It would choose what this process connects to, and what subscribers receive.
                 _logger.warning("an engine of another user is not followed", extra=fields(uid=peer))
         self.feed(session.opened_event())
 
@@ -321,7 +322,7 @@ class Dispatcher:
             ),
         )
         if not session.connection.at_end():
-            # One that left by itself is hung up on once its memory is unmapped (`handshake.py`).
+            # Otherwise the handshake closes it, once its memory is unmapped.
             session.connection.hang_up()
         self.sessions.close(session)
         self.realms.use(session.realms)
@@ -331,7 +332,7 @@ class Dispatcher:
             self.events.leave(session.session_id)
         closed = SessionClosed(session.session_id)
         if self._over:
-            # Nobody is there to carry out what comes of it; what the session held is let go of.
+            # Its commands cannot be carried out any more; the engine releases what it held.
             self.engine.handle(closed, time.monotonic())
         else:
             self.feed(closed)
@@ -339,23 +340,22 @@ class Dispatcher:
 
     @property
     def index_bytes(self) -> int:
-        """Shared memory of all indexes, those that are being filled to take a place included."""
+        """Shared memory of all indexes in bytes, including those that are being filled."""
         return self.realms.index_bytes + self.executor.indexes.growing_bytes
 
     def forget_layouts(self) -> None:
-        """Forget geometries of slots that no realm has."""
+        """Drop slot geometries that no realm has."""
         realms = self.realms.all()
         self.slots.keep({rank.layout for realm in realms for rank in realm.ranks.values()})
 
     # --- messages --------------------------------------------------------------------------
 
     def received(self, routing_id: bytes, parts: list[bytes]) -> None:
-        """Take one ZMQ message."""
+        """Handle one ZMQ message."""
         self.socket_stats.frames_received += 1
         session = self.sessions.by_token(routing_id)
         if session is None:
-            # No session, no answer: it may belong to a client of this sidecar's previous life,
-            # which has its end of file and is attaching again.
+            # Not answered: it may be a client of the previous sidecar, which attaches again.
             self._refuse(routing_id, ProtocolError("unknown_peer", "no session has this token"))
             return
         try:
@@ -369,7 +369,7 @@ class Dispatcher:
             self.deadlines.set()
 
     def stranger(self, token: bytes) -> None:
-        """A connection for jobs named no session, and was closed."""
+        """Count a connection for jobs that named no session, and was closed."""
         self._refuse(token, ProtocolError("unknown_peer", "no session has this token"))
 
     def _refuse(self, routing_id: bytes, error: ProtocolError) -> None:
@@ -381,7 +381,7 @@ class Dispatcher:
         self._logged[routing_id, error.code] = None
         session = self.sessions.by_token(routing_id)
         _logger.warning(
-            "frame refused (told once per peer and code)",
+            "frame refused (logged once per peer and code)",
             extra=fields(
                 session=None if session is None else session.session_id,
                 code=error.code,
@@ -397,7 +397,7 @@ class Dispatcher:
         self._deliver(session, message)
 
     def _deliver(self, session: Session, message: ServerMessage) -> None:
-        """Send a message, or cut its peer off. It has spoken: nothing is sent unasked."""
+        """Send a message, or end the session. Its client has sent something before."""
         assert self._jobs is not None, "messages come only after connect"
         sent = self._jobs.send(session.token, encode(message))
         if sent is Sent.OK:

@@ -1,19 +1,19 @@
-"""The runtime directory: where the sockets are, who can reach them, who else could replace them.
+"""The runtime directory: the sockets' files, and the permissions that protect them.
 
-Owns `<runtime.directory>/<runtime.name>` with its lock and its socket files, and the check of
-everything above it, which changes nothing by itself (`check`). Does not own what is said on the
-sockets, nor the check of each client's user (`handshake.py`).
+Owns `<runtime.directory>/<runtime.name>` with its lock and its socket files, and the check of the
+directories above (`check`, which changes nothing). Does not own the check of each client's user
+(`handshake.py`).
 
 Invariants:
 
-* Nobody but root and the sidecar's own user can replace a socket or the directory that it lies in:
-  the directory belongs to that user, and so does every symbolic link on the way; no directory
-  above lets others rename what is in it (unless `runtime.strict_parents` is off).
-* The directory has mode 0700. With `runtime.allow_uids` it has 0711: those users must pass through
-  it. The kernel then tells who connects, and others are refused on both sockets.
-* Whoever holds the lock of the directory owns every file in it: a socket file found there is a
-  dead sidecar's. The lock is the kernel's (flock), so it goes with its process.
-* Directories that are missing are made so that `check` holds for them, whatever the umask.
+* Only root and the sidecar's own user can replace a socket or its directory: that user owns the
+  directory and all symbolic links on the way, and no directory above lets others rename its entries
+  (unless `runtime.strict_parents` is off).
+* The directory has mode 0700. With `runtime.allow_uids` it has 0711, so that those users can pass
+  through it; the sockets then refuse all others by their uid.
+* The holder of the directory's lock owns every file in it: a socket file found there is a dead
+  sidecar's. The lock is a flock, so it ends with its process.
+* Missing directories are made with the modes that `check` requires, whatever the umask.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 MODE_OWN: Final = 0o700
 MODE_PASSABLE: Final = 0o711
 MODE_ABOVE: Final = 0o755
-"""Of directories above that are made on the way."""
+"""Mode of missing directories above."""
 SOCKET_MODE_OWN: Final = 0o600
 SOCKET_MODE_SHARED: Final = 0o666
 _SOCKET_PATH_BYTES_MAX: Final = 107
-NUMBERS_PER_LIFE: Final = 1 << 36
-"""Batches of events that one life may tell before only the clock keeps the next one above it: at
-ten thousand a second, 80 days."""
+NUMBERS_PER_EPOCH: Final = 1 << 36
+"""Reserved numbers of event batches: 80 days at ten thousand a second. After that only the clock
+keeps the numbers of the next sidecar above these."""
 _NUMBER_END: Final = 1 << 62
 _NUMBER_DIGITS_MAX: Final = 18
 
@@ -51,7 +51,7 @@ _logger = logging.getLogger("kvlake.server")
 
 
 class AlreadyServed(StartError):
-    """A sidecar of this name runs."""
+    """Another sidecar has the lock of this directory."""
 
     def __init__(self, home: Path, pid: int) -> None:
         super().__init__(
@@ -59,20 +59,18 @@ class AlreadyServed(StartError):
             "kvlake run joins it (another runtime.name is a cache of its own)"
         )
         self.pid = pid
-        """As the sidecar itself knows it; 0 where it is not told."""
+        """Its pid in its own namespace; 0 if unknown."""
 
 
 class RuntimeDirectory:
-    """`<directory>/<name>`: ours, locked; holds the sockets.
+    """`<directory>/<name>`, made where it is missing, and locked.
 
     Args:
-        directory: `runtime.directory`; made where it is missing.
-        name: `runtime.name`.
         shared: whether other users connect here (`runtime.allow_uids`).
         strict_parents: whether a parent that others can write to is an error.
 
     Raises:
-        StartError: it cannot be had, or could be replaced by somebody else.
+        StartError: it cannot be made or locked, or somebody else could replace it.
     """
 
     def __init__(
@@ -90,7 +88,7 @@ class RuntimeDirectory:
         self.remove_sockets()
 
     def held(self) -> bool:
-        """Whether the directory is still there and its lock still ours."""
+        """Whether the directory still exists with our lock."""
         try:
             found = os.lstat(self.path / "lock")
         except OSError:
@@ -98,7 +96,7 @@ class RuntimeDirectory:
         return os.path.samestat(found, os.fstat(self._lock_fd))
 
     def retake(self) -> None:
-        """Make a directory again that was removed under us. Raises `StartError`, `OSError`."""
+        """Make a removed directory again. Raises `StartError`, `OSError`."""
         self._make()
         lock_fd, self._lock_fd = self._lock_fd, self._take_lock()
         os.close(lock_fd)
@@ -110,7 +108,7 @@ class RuntimeDirectory:
         _make(self.path, mode)
         if stat.S_IMODE(self.path.lstat().st_mode) != mode:
             self.path.chmod(mode)
-        # Now of all that is there.
+        # Again, now that everything exists.
         self._check()
 
     def _check(self) -> None:
@@ -127,10 +125,10 @@ class RuntimeDirectory:
         os.pwrite(fd, str(os.getpid()).encode(), 0)
         return fd
 
-    def first_number(self, now: int) -> int:
-        """A number for the first batch of events: `now`, or more where an earlier life had more.
+    def first_event_number(self, now: int) -> int:
+        """The number of the first batch of events: `now`, or above all of earlier sidecars.
 
-        A subscriber hears only numbers above those that it had, and the clock may have gone back.
+        Subscribers ignore lower numbers than they have seen, and the clock may have gone back.
         """
         place = self.path / "event-number"
         first = now
@@ -139,63 +137,59 @@ class RuntimeDirectory:
             if now < reserved < _NUMBER_END:
                 first = reserved
         except (FileNotFoundError, ValueError):
-            # The first life, or a file that was cut off: the clock alone counts.
+            # No earlier sidecar, or a truncated file: the clock alone counts.
             pass
         except OSError as error:
-            _logger.warning("the number of events is not known", extra=fields(error=error))
+            _logger.warning("the number of events cannot be read", extra=fields(error=error))
         draft = place.with_suffix(".new")
         try:
-            draft.write_text(str(first + NUMBERS_PER_LIFE))
+            draft.write_text(str(first + NUMBERS_PER_EPOCH))
             draft.replace(place)
         except OSError as error:
-            _logger.warning("the number of events is not kept", extra=fields(error=error))
+            _logger.warning("the number of events cannot be written", extra=fields(error=error))
         return first
 
-    def note_lost(self, objects: int) -> None:
-        """Leave word, for the next sidecar, of what this one loses at its end.
-
-        Nobody asks a sidecar for its figures once it has stopped.
-        """
+    def write_lost(self, objects: int) -> None:
+        """Record how many objects this sidecar loses at its end, for the next one's metrics."""
         if not objects or not self.held():
             return
         try:
             self._lost_path.write_text(str(objects))
         except OSError as error:
-            _logger.warning("what is lost cannot be noted", extra=fields(error=error))
+            _logger.warning(
+                "the number of lost objects cannot be written", extra=fields(error=error)
+            )
 
-    def take_lost(self) -> int:
-        """Objects that the sidecar before this one lost when it stopped. Asked for once."""
+    def read_lost(self) -> int:
+        """Objects that the previous sidecar lost when it stopped. Removes the record."""
         try:
             text = self._lost_path.read_text()
             self._lost_path.unlink()
         except FileNotFoundError:
             return 0
         except (OSError, ValueError) as error:
-            _logger.warning("what the last one lost is not known", extra=fields(error=error))
+            _logger.warning("the number of lost objects cannot be read", extra=fields(error=error))
             return 0
         return int(text) if text.isdecimal() and len(text) < _NUMBER_DIGITS_MAX else 0
 
     def remove_sockets(self, *paths: Path) -> None:
-        """Unlink these sockets, or all: a dead sidecar's at start, our own at the end.
-
-        Those in a directory that another sidecar has taken meanwhile are its own.
-        """
+        """Unlink these sockets, or all, unless another sidecar has the directory by now."""
         if not self.held():
             return
         for path in paths or self._sockets:
             path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Remove the sockets and let go of the directory."""
+        """Remove the sockets and release the lock."""
         self.remove_sockets()
         os.close(self._lock_fd)
 
 
 def check(directory: Path, name: str, *, shared: bool, strict_parents: bool) -> None:
-    """Raise `StartError` where a sidecar could not have its sockets, or others could replace them.
+    """Raise `StartError` where the sockets cannot be made, or others could replace them.
 
-    Changes nothing: what is missing is taken to be as `RuntimeDirectory` makes it. `AlreadyServed`
-    comes last, so nothing but the other sidecar is in the way then.
+    Changes nothing: missing directories are assumed as `RuntimeDirectory` makes them. Raises
+    `AlreadyServed` last, so then the other sidecar is the only obstacle.
     """
     home = directory / name
     longest = len(os.fsencode(home / _SOCKETS[0]))
@@ -231,7 +225,7 @@ def _make(path: Path, mode: int) -> None:
             if place != path:
                 place.chmod(MODE_ABOVE)
         found = path.lstat()
-        # Only ever wider, and only our own: a directory that somebody made for us keeps its mode.
+        # Modes are only widened, and only of our own directories.
         if found.st_uid == os.geteuid() and mode & ~stat.S_IMODE(found.st_mode) & 0o011:
             path.chmod(stat.S_IMODE(found.st_mode) | mode)
     except OSError as error:
@@ -246,7 +240,7 @@ def _unmakeable(path: Path, error: OSError) -> StartError:
 
 
 def _found(path: Path) -> os.stat_result | None:
-    """What is there; None where nothing is yet."""
+    """What the path names; None where it does not exist."""
     try:
         return path.lstat()
     except FileNotFoundError:
@@ -280,7 +274,7 @@ def _check_own(path: Path) -> None:
 
 
 def _check_parents(directory: Path, *, strict: bool, shared: bool) -> None:
-    """Raise `StartError` where somebody else could put another directory in this one's place."""
+    """Raise `StartError` where somebody else could replace the directory by another one."""
     trusted = (os.geteuid(), 0)
     for place in (directory, *directory.parents):
         found = _found(place)
@@ -319,10 +313,10 @@ def _check_parents(directory: Path, *, strict: bool, shared: bool) -> None:
 
 
 def _check_entries(home: Path) -> None:
-    """Raise `StartError` where lock or sockets cannot be made, or a sidecar has them."""
+    """Raise `StartError` where lock or sockets cannot be made, or another sidecar has them."""
     there = _found(home)
     if there is None or stat.S_IMODE(there.st_mode) & MODE_OWN != MODE_OWN:
-        # `_make` sees to that first.
+        # `_make` creates it, or sets its mode.
         return
     for name in _SOCKETS:
         found = _found(home / name)
@@ -345,7 +339,7 @@ def _check_entries(home: Path) -> None:
 
 
 def _open_lock(home: Path, flags: int) -> int:
-    """The lock's file, open. Raises `StartError` where it is something else."""
+    """Open the lock file. Raises `StartError` where it is no regular file."""
     lock = home / "lock"
     try:
         fd = os.open(lock, _LOCK_FLAGS | flags, 0o600)
@@ -364,6 +358,6 @@ def _unlockable(lock: Path, error: OSError) -> StartError:
 
 
 def _pid_in(lock_fd: int) -> int:
-    """The process that a lock names; 0 where it names none."""
+    """The pid in a lock file; 0 where there is none."""
     text = os.pread(lock_fd, 32, 0).strip()
     return int(text) if text.isdigit() else 0

@@ -1,11 +1,10 @@
 """The store as the sidecar uses it: the tier inside its wrappers, from the configuration.
 
-Owns the order of the wrappers. Does not own what any of them does (`tiers/store/middleware/`).
+Owns the order of the wrappers. Does not own the wrappers (`tiers/store/middleware/`).
 
 Invariant: from the outside in, the order is Metered, Deadline, Retrying, ConcurrencyLimited,
-RateLimited, Billed. The deadline holds for a request with its retries and with its wait for a turn,
-as `store.deadline_seconds_max` says; every attempt counts for the rate and the bill; and the
-counters see what the callers see.
+RateLimited, Billed. The deadline (`store.deadline_seconds_max`) includes retries and the wait for a
+turn; every attempt counts for the rate and the bill; the counters see what the callers see.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ if TYPE_CHECKING:
     from sidecar.config.store import StoreSettings
 
 REMOVAL_TURNS_SHARE: Final = 1 / 4
-"""Of the turns within a deadline, those that one removal may need."""
+"""The share of the turns within a deadline that one removal may use."""
 
 WrapStore = Callable[[ObjectTier], ObjectTier]
-"""Something to put between the store and its wrappers: how tests inject faults."""
+"""Wraps the store itself, inside all wrappers: tests inject faults with it."""
 
 
 def open_store(settings: StoreSettings, wrap_store: WrapStore | None = None) -> Metered:
-    """The configured store. Raises `StartError` where its URL or options make no sense.
+    """The configured store. Raises `StartError` where its URL or options are invalid.
 
-    Nothing is sent to the store yet: whether it answers is found out, and told, while serving.
+    Sends nothing: whether the store answers is found out while serving.
     """
     url = f"{settings.url.rstrip('/')}/{settings.prefix}" if settings.prefix else settings.url
     try:

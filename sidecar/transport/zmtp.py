@@ -1,9 +1,8 @@
-"""ZMTP 3.0 with the NULL mechanism, as far as the sidecar speaks it on Unix sockets.
+"""ZMTP 3.0 with the NULL mechanism: the part that the sidecar needs on Unix sockets.
 
 Owns greeting, READY and framing (https://rfc.zeromq.org/spec/23). Does not own sockets
-(`zmtp_server.py`), nor what a frame says. libzmq's own sockets keep every
-part of a message until the last one, whoever sends it: nothing that it can be told bounds that (ADR
-0034).
+(`zmtp_server.py`), nor the content of a frame. libzmq's own sockets are not used because they
+buffer every part of a message until the last one, without a limit (ADR 0034).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _CONTEXT_BYTES_MAX: Final = 16
 
 
 class ZmtpError(Exception):
-    """What came is not the protocol; the connection ends."""
+    """The received bytes violate the protocol; the connection ends."""
 
 
 def framed(payload: bytes, flags: int = 0) -> bytes:

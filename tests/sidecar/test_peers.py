@@ -121,10 +121,10 @@ def test_a_symbolic_link_is_refused(short_directory: Path, level: str) -> None:
 @pytest.mark.parametrize("text", ["", "many", "-3", "9" * 40, "\ud800"])
 def test_a_damaged_note_of_what_was_lost_counts_as_none(short_directory: Path, text: str) -> None:
     home = RuntimeDirectory(short_directory, "a")
-    home.note_lost(3)
+    home.write_lost(3)
     (note,) = (path for path in home.path.iterdir() if path.read_text() == "3")
     note.write_bytes(text.encode(errors="surrogatepass"))
-    assert home.take_lost() == 0
+    assert home.read_lost() == 0
     home.close()
 
 
