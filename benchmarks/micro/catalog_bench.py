@@ -111,7 +111,6 @@ async def read(directory: Path, chunks: int) -> Report:
         "idle_lag_p99_ms": idle.lag(99),
         "held_p99_ms": probe.held(99),
         "held_max_ms": probe.held(100),
-        "entries_without_room": len(index.waiting),
         "refresh_without_news_ms": round(quiet.wall * 1e3, 1),
         f"refresh_with_{NEWS}_ms": round(news.wall * 1e3, 1),
         "refresh_held_max_ms": later.held(100),

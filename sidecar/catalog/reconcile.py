@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import anyio
@@ -52,6 +52,18 @@ the object does not count as written after those."""
 _logger = logging.getLogger("kvlake.store")
 
 
+@dataclass(slots=True)
+class _Pass:
+    """A pass over a namespace, requested or running."""
+
+    digest: bytes
+    left: list[int] | None = None
+    """Shards to go, the next one last; None before they are listed."""
+    retry_at: float | None = None
+    """When a pass goes on that the store made fail."""
+    forgotten: bool = False
+
+
 class Reconciler:
     """Compares objects with what the engine knows of the catalog.
 
@@ -80,14 +92,10 @@ class Reconciler:
         self._held = held
         self._announces = announces
         self._every_seconds = every_seconds
-        self._requested: dict[bytes, None] = {}
+        self._requested: dict[bytes, _Pass] = {}
+        self._running: _Pass | None = None
         self._ended: dict[bytes, float] = {}
         """When the last pass of a namespace ended."""
-        self._retry_at: dict[bytes, float] = {}
-        self._left: dict[bytes, list[int]] = {}
-        """Shards of a pass that the store made fail, the next one last."""
-        self._running: set[bytes] = set()
-        """The namespace of the pass that runs, until it is forgotten."""
         self._wake = anyio.Event()
         self._listing = anyio.Lock()
         self.sweeps = 0
@@ -97,15 +105,15 @@ class Reconciler:
 
     def request(self, realm: RealmLayout) -> None:
         """The catalog of this realm is suspect: go through its objects soon."""
-        self._requested[realm.namespace_digest] = None
+        digest = realm.namespace_digest
+        self._requested.setdefault(digest, _Pass(digest))
         self._wake.set()
 
     def forget(self, digest: bytes) -> None:
         """The last realm of this namespace is forgotten."""
         self._requested.pop(digest, None)
-        self._retry_at.pop(digest, None)
-        self._left.pop(digest, None)
-        self._running.discard(digest)
+        if self._running is not None and self._running.digest == digest:
+            self._running.forgotten = True
 
     async def run(self) -> None:
         """Go through suspect namespaces at once, and through all slowly, for ever."""
@@ -116,29 +124,23 @@ class Reconciler:
     async def _run_requested(self) -> None:
         while True:
             self._wake = anyio.Event()
-            digest = min(self._requested, key=self._due, default=None)
-            seconds = math.inf if digest is None else self._due(digest) - anyio.current_time()
-            if digest is None or seconds > 0:
+            one = min(self._requested.values(), key=self._due, default=None)
+            seconds = math.inf if one is None else self._due(one) - anyio.current_time()
+            if one is None or seconds > 0:
                 with anyio.move_on_after(seconds):
                     await self._wake.wait()
                 continue
-            del self._requested[digest]
-            self._running.add(digest)
-            done = await self._pass(digest)
-            if digest not in self._running:
-                # Forgotten meanwhile. A new realm of it has requested a pass of its own.
-                self._left.pop(digest, None)
+            self._running = self._requested.pop(one.digest)
+            done = await self._pass(one)
+            self._running = None
+            if one.forgotten:
                 continue
-            self._running.remove(digest)
             if done:
-                self._retry_at.pop(digest, None)
-                self._note_ended(digest)
+                self._note_ended(one.digest)
                 continue
-            if digest in self._requested:
-                # Requested again meanwhile: begin from the first shard.
-                self._left.pop(digest, None)
-            self._requested[digest] = None
-            self._retry_at[digest] = anyio.current_time() + RECONCILE_RETRY_SECONDS
+            # A pass that was requested meanwhile begins from the first shard.
+            again = self._requested.setdefault(one.digest, one)
+            again.retry_at = anyio.current_time() + RECONCILE_RETRY_SECONDS
 
     def _note_ended(self, digest: bytes) -> None:
         now = anyio.current_time()
@@ -150,43 +152,35 @@ class Reconciler:
             del self._ended[oldest]
         self._ended[digest] = now
 
-    def _due(self, digest: bytes) -> float:
-        """When the requested pass of a namespace begins."""
-        retry_at = self._retry_at.get(digest)
-        if retry_at is not None:
-            return retry_at
-        return self._ended.get(digest, -PASS_PAUSE_SECONDS) + PASS_PAUSE_SECONDS
+    def _due(self, one: _Pass) -> float:
+        """When a requested pass begins."""
+        if one.retry_at is not None:
+            return one.retry_at
+        return self._ended.get(one.digest, -PASS_PAUSE_SECONDS) + PASS_PAUSE_SECONDS
 
-    async def _pass(self, digest: bytes) -> bool:
+    async def _pass(self, one: _Pass) -> bool:
         """Go through the shards of a namespace, from where it was. False where the store failed."""
-        left = self._left.get(digest)
-        if left is None:
-            there = await self._shards(digest)
-            if there is None:
+        prefix = namespace_prefix(one.digest)
+        if one.left is None:
+            try:
+                one.left = (await nonempty_shards(self._store, prefix))[::-1]
+            except TierError as error:
+                _logger.debug("reconciliation waits for the store", extra=fields(error=error))
                 return False
-            left = self._left[digest] = there[::-1]
         before = self.found
-        while (
-            left and digest in self._running and await self._shard(digest, left[-1], slowly=False)
-        ):
-            left.pop()
+        while one.left and not one.forgotten:
+            if not await self._shard(one.digest, one.left[-1], slowly=False):
+                break
+            one.left.pop()
         if self.found > before:
             _logger.info(
                 "objects that the catalog did not know are offered",
-                extra=fields(namespace=namespace_prefix(digest), segments=self.found - before),
+                extra=fields(namespace=prefix, segments=self.found - before),
             )
-        if left:
+        if one.left:
             return False
-        self._left.pop(digest, None)
         self.sweeps += 1
         return True
-
-    async def _shards(self, digest: bytes) -> list[int] | None:
-        try:
-            return await nonempty_shards(self._store, namespace_prefix(digest))
-        except TierError as error:
-            _logger.debug("reconciliation waits for the store", extra=fields(error=error))
-            return None
 
     async def _run_slowly(self) -> None:
         number = 0

@@ -52,7 +52,7 @@ def catalogs() -> Catalogs:
     return Catalogs(memory(), rows_max=1000, flush_seconds=1.0)
 
 
-def goes_by(catalogs: Catalogs, realm: RealmLayout, manifest: Manifest) -> None:
+def follow(catalogs: Catalogs, realm: RealmLayout, manifest: Manifest) -> None:
     catalogs.reader(realm).manifest = manifest
 
 
@@ -63,7 +63,7 @@ def test_a_manifest_sets_right_what_rows_added(catalogs: Catalogs) -> None:
     assert catalogs.usage(A) == Usage(20, 2, 500, 2)
     assert catalogs.total_usage == Usage(27, 3, 300, 3)
     tenants = {A.hex(): Usage(100, 9, 50, 9)}
-    goes_by(
+    follow(
         catalogs,
         realm,
         replace(EMPTY_MANIFEST, generation=4, held=Usage(110, 10, 50), tenants=tenants),
@@ -89,7 +89,7 @@ def test_what_others_wrote_during_a_round_counts_on(catalogs: Catalogs) -> None:
     tenants = {A.hex(): Usage(100, 9, 50, 9)}
     merged = {other: Merged(1, 4)}
     manifest = replace(EMPTY_MANIFEST, generation=4, held=Usage(100, 9, 50, 9), tenants=tenants)
-    goes_by(catalogs, realm, replace(manifest, merged=merged))
+    follow(catalogs, realm, replace(manifest, merged=merged))
     catalogs.count(realm, {})
     assert (
         catalogs.usage(A)
@@ -101,7 +101,7 @@ def test_what_others_wrote_during_a_round_counts_on(catalogs: Catalogs) -> None:
     assert catalogs.usage(A).objects == 10
     catalogs.count(realm, {A: ONE}, LogName(other, 3))
     assert catalogs.usage(A).objects == 11
-    goes_by(catalogs, realm, replace(manifest, generation=5, merged={other: Merged(3, 5)}))
+    follow(catalogs, realm, replace(manifest, generation=5, merged={other: Merged(3, 5)}))
     catalogs.count(realm, {})
     assert catalogs.usage(A) == Usage(100, 9, 50, 9)
 
@@ -122,11 +122,11 @@ async def test_what_was_written_here_counts_at_once_and_once() -> None:
     writer = catalogs.writer_of(realm)
     assert writer is not None
     merged = {writer: Merged(0, 4)}
-    goes_by(catalogs, realm, replace(EMPTY_MANIFEST, generation=4, tenants=tenants, merged=merged))
+    follow(catalogs, realm, replace(EMPTY_MANIFEST, generation=4, tenants=tenants, merged=merged))
     catalogs.count(realm, {})
     assert catalogs.usage(A).size_bytes == 250
     # One that goes on before the next file is merged changes nothing of that.
-    goes_by(catalogs, realm, replace(EMPTY_MANIFEST, generation=5, tenants=tenants, merged=merged))
+    follow(catalogs, realm, replace(EMPTY_MANIFEST, generation=5, tenants=tenants, merged=merged))
     catalogs.count(realm, {})
     assert catalogs.usage(A).size_bytes == 250
 
@@ -151,7 +151,7 @@ def test_another_realm_of_a_namespace_counts_nothing_twice(catalogs: Catalogs) -
 def test_noting_costs_what_is_noted(catalogs: Catalogs) -> None:
     realm = realm_of()
     tenants = Counted({number.to_bytes(8, "big").hex(): ONE for number in range(TENANTS_MAX)})
-    goes_by(catalogs, realm, replace(EMPTY_MANIFEST, generation=1, tenants=tenants))
+    follow(catalogs, realm, replace(EMPTY_MANIFEST, generation=1, tenants=tenants))
     for _ in range(3):
         catalogs.count(realm, {A: ONE})
     assert catalogs.usage(A) == Usage(30, 3, 500, 3)
