@@ -97,7 +97,7 @@ class SegmentReader:
         self._store = store
         self._threads = threads
         self._store_failed = store_failed
-        self._chunks: dict[tuple[int, bytes], _SharedChunk] = {}
+        self._chunks: dict[tuple[bytes, bytes], _SharedChunk] = {}
         self._chunks_limit = anyio.CapacityLimiter(RESHARDED_CHUNKS_MAX)
         self._rereads_limit = anyio.CapacityLimiter(REREADS_MAX)
 
@@ -157,7 +157,7 @@ class SegmentReader:
         Returns what the slot holds, and the bytes that were read for it. A shared download counts
         for the read that began it.
         """
-        key = (realm.realm_id, command.key)
+        key = (realm.namespace_digest, command.key)
         chunk = self._chunks.setdefault(key, _SharedChunk())
         chunk.readers += 1
         try:
@@ -189,11 +189,12 @@ class SegmentReader:
 
         async def fetch(bit: int) -> None:
             nonlocal num_bytes
+            name = _name(realm, command.key, bit)
             try:
-                download = chunk.downloads.get(bit)
+                download = chunk.downloads.get(name)
                 if download is None:
-                    download = chunk.downloads[bit] = _Download()
-                    await self._download(realm, command.key, bit, chunk)
+                    download = chunk.downloads[name] = _Download()
+                    await self._download(name, realm.by_bit(bit), chunk)
                     num_bytes += len(download.result())
                 await download.ended.wait()
                 images[bit] = download.result()
@@ -209,20 +210,17 @@ class SegmentReader:
             raise errors[0]
         return [images[bit] for bit in command.sources], num_bytes
 
-    async def _download(
-        self, realm: RealmLayout, key: bytes, bit: int, chunk: _SharedChunk
-    ) -> None:
-        download = chunk.downloads[bit]
-        slot_bytes = realm.by_bit(bit).templates.slot_bytes
+    async def _download(self, name: str, holder: RankLayout, chunk: _SharedChunk) -> None:
+        download = chunk.downloads[name]
         try:
-            buffer = np.empty(slot_bytes + SLACK_BYTES, dtype=np.uint8)
-            download.image = buffer[: await self._store.read(_name(realm, key, bit), buffer)]
+            buffer = np.empty(holder.templates.slot_bytes + SLACK_BYTES, dtype=np.uint8)
+            download.image = buffer[: await self._store.read(name, buffer)]
         except Exception as error:
             download.error = error
         finally:
             if download.image is None:
                 # Only those who wait already share the failure. A later read tries again.
-                del chunk.downloads[bit]
+                del chunk.downloads[name]
             download.ended.set()
 
     # --- failures --------------------------------------------------------------------------
@@ -301,8 +299,8 @@ class _SharedChunk:
         self.lock = anyio.Lock()
         self.admitted = False
         """Whether it counts towards `RESHARDED_CHUNKS_MAX`."""
-        self.downloads: dict[int, _Download] = {}
-        """By the bit of the source."""
+        self.downloads: dict[str, _Download] = {}
+        """By the name of the source: realms number the same sources in their own way."""
 
 
 class _Download:

@@ -327,3 +327,33 @@ def test_foreign_segments_are_few_and_of_use() -> None:
     assert [one.layout.segment.name for one in realm.foreign] == ["0-4.0-4"]
     realm.register_foreign([f"0-1.{head}-{head + 1}" for head in range(100)])
     assert len(realm.foreign) == 9
+
+
+async def test_ranks_that_need_different_objects_share_those_in_common(tmp_path: Path) -> None:
+    """Two of three ranks need both halves of the heads or layers, and each half is read once."""
+    store = UrlObjects(f"file://{tmp_path}")
+    written = grid(2, 1)
+    segments = [Segment(0, LAYERS, 0, HEADS // 2), Segment(0, LAYERS, HEADS // 2, HEADS // 2)]
+    realm, other = realm_of(segments, written), realm_of(grid(1, 1), written)
+    await write(store, realm, written, 2 * BLOCK_TOKENS)
+    reader = segment_reader(store)
+    reads: list[str] = []
+    read = store.read
+
+    async def counted(name: str, into: Bytes, *, seen: Seen | None = None) -> int:
+        reads.append(name)
+        return await read(name, into, seen=seen)
+
+    store.read = counted  # type: ignore[method-assign]
+
+    async def reshard(where: RealmLayout, rank: int, sources: tuple[int, ...]) -> None:
+        slot = np.zeros(where.ranks[rank].templates.slot_bytes, dtype=np.uint8)
+        meta, _ = await reader.reshard(where, command(rank, sources), slot)
+        assert meta.num_blocks == 2
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(reshard, realm, 0, (2, 3))
+        tasks.start_soon(reshard, realm, 1, (3, 2))
+        tasks.start_soon(reshard, other, 0, (1, 2))
+    assert len(reads) == len(set(reads)) == 2
+    await store.close()

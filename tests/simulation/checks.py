@@ -84,13 +84,13 @@ class Checks:
             self.balance.filled(one)
         self.conduct = Conduct(self.world)
         self.retained.begins()
-        engine, executor, pool = (
+        engine, executor, slots = (
             process.dispatcher.engine,
             process.dispatcher.executor,
-            process.pool,
+            process.dispatcher.slots,
         )
         handle, execute = engine.handle, executor.execute
-        allocate, free = pool.allocate, pool.free
+        allocate, free = slots.allocate, slots.free
 
         def handled(event: Event, now: float) -> list[Command]:
             work = self._before(process, event)
@@ -121,8 +121,8 @@ class Checks:
         for owner, name, value in (
             (engine, "handle", handled),
             (executor, "execute", executed),
-            (pool, "allocate", allocated),
-            (pool, "free", freed),
+            (slots, "allocate", allocated),
+            (slots, "free", freed),
         ):
             setattr(owner, name, value)
 
