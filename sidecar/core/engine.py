@@ -67,6 +67,7 @@ if TYPE_CHECKING:
 
     from sidecar.core.restored import SlotAllocator
     from sidecar.core.stored_table import Keys
+    from sidecar.protocol import ClientMessage
     from tiers.policy.policy import Policy
 
 CHUNKS_FORGOTTEN_MAX: Final = 64
@@ -269,25 +270,26 @@ class Engine:
             self.counters.stale_messages += 1
         elif isinstance(event, SessionClosed):
             self._close(session)
-        elif isinstance(event.message, Submit) is (session.role is Role.WORKER):
-            self._receive(session, event, now)
         else:
-            text = f"{type(event.message).__name__} is not for a {session.role} session to send"
-            self._outbox.emit(Reply(session.session_id, Error(self._epoch, "role", text)))
+            self._receive(session, event.message, now)
 
-    def _receive(self, session: SessionOpened, event: Received, now: float) -> None:
+    def _receive(self, session: SessionOpened, message: ClientMessage, now: float) -> None:
         session_id, realms = session.session_id, self._realms_of(session)
-        match event.message:
-            case Submit() as message:
+        if isinstance(message, Submit) is not (session.role is Role.WORKER):
+            text = f"{type(message).__name__} is not for a {session.role} session to send"
+            self._outbox.emit(Reply(session_id, Error(self._epoch, "role", text)))
+            return
+        match message:
+            case Submit():
                 self._submit(session, realms, message, now)
-            case Lookup() as message:
+            case Lookup():
                 self.lookups.start(session_id, realms, message, now)
-            case Lease() as message:
+            case Lease():
                 self._lease(session, realms, message, now)
-            case Pin() as message:
+            case Pin():
                 if not self.draining:
                     self.request_pins.pin(session_id, realms, message, now)
-            case Release() as message:
+            case Release():
                 for lease_id in message.lease_ids:
                     self.leases.release(session_id, lease_id)
                 for lookup_id in message.lookup_ids:

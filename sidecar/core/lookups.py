@@ -16,6 +16,7 @@ memory bounds the queue; a waiting lookup is listed under each chunk that it lac
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -89,7 +90,7 @@ class Lookups:
         self._epoch = parts.epoch
         self._limits = parts.limits
         self._ttl_seconds_max = parts.limits.lease_ttl_seconds_max
-        self._credits: dict[int, Credit] = {}
+        self._credits = defaultdict[int, Credit](lambda: Credit(parts.limits.regret_max))
         """By session."""
         self._now = 0.0
         """Time of the last event."""
@@ -126,7 +127,7 @@ class Lookups:
             self._shares.refuse("lookup", "pinned")
             self._shorten(chunks, fitting)
         plan = self._plan(session_id, message, chunks)
-        self._credit(session_id).asked(plan.compute_seconds)
+        self._credits[session_id].asked(plan.compute_seconds)
         if not plan.read:
             self._counters.lookups_recomputed += 1
             self._shorten(chunks, _leading(chunks, 0))
@@ -192,12 +193,6 @@ class Lookups:
             shares.refuse("lookup", "client")
             return False
         return shares.admit("lookup", session_id, (shares.memory, cost), (shares.lookups, 1))
-
-    def _credit(self, session_id: int) -> Credit:
-        credit = self._credits.get(session_id)
-        if credit is None:
-            credit = self._credits[session_id] = Credit(self._limits.regret_max)
-        return credit
 
     def _make_room(self, own: dict[int, OpenLookup]) -> bool:
         """Whether a session may have one more; the oldest answered one is ended for it."""
@@ -303,7 +298,7 @@ class Lookups:
         """Add to the engine's credit what the wait saved, or subtract what it cost."""
         if lookup.plan.compute_seconds <= 0:
             return
-        credit = self._credit(lookup.session_id)
+        credit = self._credits[lookup.session_id]
         if lookup.loses_from > self._now:
             credit.saved(lookup.loses_from - self._now)
         else:
@@ -353,7 +348,7 @@ class Lookups:
                     losing.append(lookup)
             if losing:
                 since = min(lookup.loses_from for lookup in losing)
-                if not self._credit(session_id).spend(since, now):
+                if not self._credits[session_id].spend(since, now):
                     for lookup in losing:
                         self._expired(lookup)
 
