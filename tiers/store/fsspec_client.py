@@ -307,7 +307,7 @@ def _merged(own: Mapping[str, object], given: object) -> dict[str, object]:
     return _present(own) | (given if isinstance(given, dict) else {})  # pyright: ignore[reportUnknownVariableType]
 
 
-def _gcs(access: Access, given: Mapping[str, object]) -> Any:
+def _gcs(access: Access, given: Mapping[str, Any]) -> Any:
     import aiohttp
 
     # Its sibling, which fsspec would take, first asks an API that other servers than Google's do
@@ -333,7 +333,8 @@ def _gcs(access: Access, given: Mapping[str, object]) -> Any:
             sock_read=access.read_seconds_max,
         ),
     }
-    fs: Any = GCSFileSystem(**{**_present(options), **given})
+    driver: Any = GCSFileSystem
+    fs = driver(**{**_present(options), **given})
     # It tries six times, with pauses, and takes no argument that says otherwise.
     fs._request = type(fs)._request.__wrapped__.__get__(fs)
     return fs

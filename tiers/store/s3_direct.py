@@ -314,7 +314,7 @@ class S3DirectReads:
         self._read_seconds_max = read_seconds_max
         if provider is not None:
             # Here, because it takes a while that the first read should not.
-            import botocore.auth  # noqa: F401
+            import botocore.auth  # noqa: F401 # pyright: ignore[reportUnusedImport]
         # The caller bounds how many reads run at a time; a thread mostly waits for its socket.
         self._threads = anyio.CapacityLimiter(math.inf)
         self._idle: list[_Connection] = []
@@ -365,7 +365,7 @@ class S3DirectReads:
     async def _renewed(self) -> Credential | None:
         if self._provider is None:
             return None
-        ends = self._credential and self._credential["expires_at"]
+        ends = None if self._credential is None else self._credential["expires_at"]
         ahead = dt.timedelta(seconds=OBSTORE_AHEAD_SECONDS)
         if self._credential is None or (ends and dt.datetime.now(dt.UTC) >= ends - ahead):
             self._credential = await anyio.to_thread.run_sync(
