@@ -221,7 +221,7 @@ soak: setup
 simulate: setup
 	@$(BIN)/python -m tests.simulation --seeds $(or $(SEEDS),10000) --first $(or $(FIRST),0)
 
-# FUZZ_ARGS goes to the runner, e.g. make fuzz MINUTES=60 FUZZ_ARGS='--target yaml --grow'
+# FUZZ_ARGS goes to the runner, e.g. make fuzz MINUTES=60 FUZZ_ARGS='--target attach --grow'
 fuzz: setup
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/python -m pip install --quiet -e ".[fuzz]"
 	$(BIN)/python -m tests.fuzz.run --minutes $(or $(MINUTES),10) $(FUZZ_ARGS)
