@@ -73,7 +73,8 @@ def test_a_job_of_before_never_touches_the_memory_of_after(
     to_host = int(direction == "store")
     wait_until(lambda: double.process(sidecar.pid).inflight_bytes[to_host] > 0)
     rank.run(
-        "from tests import places; places.replace('RELEASE_SECONDS_MAX', 0.2)\n"
+        "from tests.places import replace\n"
+        "replace('RELEASE_SECONDS_MAX', 0.2, package='connector')\n"
         "rank.go_to_sleep(); rank.wake_up(); rank.attached()\n"
         "rank.gpu.fill(rank.base, 7, rank.layout.size_bytes)"
     )

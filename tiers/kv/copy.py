@@ -70,16 +70,20 @@ class Region(Protocol):
 
     def gather(self, block_ids: BlockIds, payload: Bytes) -> Transfer:
         """A copy of blocks to `payload`, a part of the pool."""
+        ...
 
     def scatter(self, block_ids: BlockIds, payload: Bytes) -> Transfer:
         """A copy of `payload`, a part of the pool, to blocks."""
+        ...
 
     def part(self, layout: KVLayout) -> Region:
         """Another KV cache group in the same memory. Closed with this one."""
+        ...
 
     @property
     def mapped(self) -> bool:
         """Whether it is still mapped in this process."""
+        ...
 
     def close(self) -> None:
         """Unmap it, now or soon. No copy of it may be running."""
