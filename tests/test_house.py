@@ -10,18 +10,11 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Final
 
-import pytest
-
 from tests import places
 
 LINES_MAX: Final = 500
 MODULES_MAX: Final = 16
 CORE_MODULES_MAX: Final = 21
-
-LONGER: Final[dict[str, int]] = {}
-"""Files that are still to be cut, with the lines that they may have until then."""
-WIDER: Final = {"sidecar/core": CORE_MODULES_MAX}
-"""Folders with more modules than they should have, and how many until then."""
 
 
 def product() -> list[Path]:
@@ -35,7 +28,7 @@ def product() -> list[Path]:
 def test_no_file_is_too_long() -> None:
     for path in product():
         lines = len((places.ROOT / path).read_text().splitlines())
-        assert lines <= LONGER.get(str(path), LINES_MAX), f"{path} has {lines} lines: cut it"
+        assert lines <= LINES_MAX, f"{path} has {lines} lines: cut it"
 
 
 def test_no_folder_has_too_many_modules() -> None:
@@ -43,17 +36,8 @@ def test_no_folder_has_too_many_modules() -> None:
     for path in product():
         modules[str(path.parent)] += path.name != "__init__.py"
     for folder, count in modules.items():
-        allowed = WIDER.get(folder, MODULES_MAX)
+        allowed = CORE_MODULES_MAX if folder == "sidecar/core" else MODULES_MAX
         assert count <= allowed, f"{folder}/ has {count} modules: merge some, or make a package"
-
-
-@pytest.mark.parametrize("path", [*LONGER, *WIDER])
-def test_every_exception_is_one(path: str) -> None:
-    where = places.ROOT / path
-    if where.is_dir():
-        assert sum(one.name != "__init__.py" for one in where.glob("*.py")) > MODULES_MAX
-    else:
-        assert len(where.read_text().splitlines()) > LINES_MAX, f"{path} is an exception no more"
 
 
 def test_a_public_class_name_stands_for_one_class() -> None:
