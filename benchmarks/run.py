@@ -42,7 +42,7 @@ CLEANING_SECONDS_MAX = 60
 """What a benchmark that is interrupted may take to end its servers and remove its folders."""
 
 PICTURE = Path("ttft-by-bandwidth")
-"""Of `bandwidth`, as .svg and .json in `build/bench`; with --docs also where the docs show it."""
+"""Plot of `bandwidth`: .svg and .json in `build/bench`; with --docs also where the docs show it."""
 
 
 def _at_most(name: str, field: str, limit: float) -> tuple[str, Callable[[dict[str, Any]], bool]]:

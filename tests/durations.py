@@ -58,7 +58,7 @@ class Record:
 
     @property
     def seconds(self) -> float:
-        """Of all files together."""
+        """Sum over all files."""
         return sum(file.seconds for file in self.files.values())
 
     def dump(self) -> str:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 OWN: Final = Path(sys.prefix) / "promtool"
 """Where `make setup` puts it."""
 PACKAGES: Final = ("prometheus", "promtool")
-"""Of Debian and Ubuntu; later releases have it in a package of its own."""
+"""Package of Debian and Ubuntu; later releases have it in a package of its own."""
 REMEDY: Final = (
     "promtool is not here, and the tests of the alarms need it. On Debian or Ubuntu `make setup` "
     "fetches it; elsewhere install Prometheus so that `promtool` is on PATH"

@@ -89,7 +89,7 @@ class Case:
     on: int
     off: int
     labels: dict[str, str] = field(default_factory=lambda: dict(TARGET))
-    """Of the alarm, its severity apart."""
+    """Labels of the alarm, except its severity."""
 
 
 def gauge(alert: str, name: str, on: int, *, good: int = 0, bad: int = 1) -> Case:
@@ -112,7 +112,7 @@ def growth(alert: str, on: int, off: int, *names: str) -> Case:
 UP: Final = 'kvlake_info{version="1"}'
 CASES: Final = (
     Case("KvlakeSidecarDown", (Series("up", "1x4 0x30 1x30"), Series(UP, "1x4 _x30 1x30")), 8, 37),
-    # Of another job: it is known for a sidecar by what it told before.
+    # Another job: its earlier metrics show that it is a sidecar.
     Case(
         "KvlakeSidecarDown",
         (
@@ -274,7 +274,7 @@ def exported_by(text: str) -> dict[str, Exported]:
 
 @pytest.fixture(scope="module")
 def sidecars_exposition(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of a sidecar with everything on that has metrics of its own, after a refusal of each kind."""
+    """Metrics of a sidecar with every feature that has some, after a refusal of each kind."""
     folder = tmp_path_factory.mktemp("alarms")
     config = config_in(
         folder,
@@ -298,7 +298,7 @@ def sidecars_exposition(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def connectors_exposition() -> str:
-    """Of the connector, as vLLM has it register its metrics."""
+    """Metrics of the connector, as vLLM has it register them."""
     with warnings.catch_warnings():
         # vLLM's own imports warn.
         warnings.simplefilter("ignore")
@@ -372,7 +372,7 @@ def test_prometheus_finds_no_fault_with_the_metrics(sidecars_exposition: str) ->
 
 
 def anchors(text: str) -> set[str]:
-    """Of each heading, as GitHub and most others make them."""
+    """Anchors of all headings, as GitHub makes them."""
     headings = re.findall(r"^#+ +(.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", one).strip().lower().replace(" ", "-") for one in headings}
 

@@ -16,7 +16,7 @@ PIECES_BYTES: Final = (2 << 20, 1 << 20, 64 << 10, 32 << 10, 16 << 10, 8 << 10)
 """Runs of adjacent bytes in a cache. Of 1 MiB and more: whole blocks, layers inside (BLHNC). Less:
 one layer of a block (LBHNC)."""
 LAYER_BYTES: Final = 64 << 10
-"""Of one layer of a block in BLHNC: 8 heads of 128 in bfloat16, 16 tokens."""
+"""Bytes of one layer of a block in BLHNC: 8 heads of 128 in bfloat16, 16 tokens."""
 
 
 @dataclass(frozen=True)

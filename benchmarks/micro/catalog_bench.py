@@ -58,7 +58,7 @@ SAMPLE_PER_FILE: Final = 1000
 SAMPLE_FILE: Final = "sample-{}"
 PLAN: Final = CompactionPlan(RetentionRules(), grace_seconds=300.0, keep_seconds=0.0, major=True)
 MEMORY_MIB_MAX: Final = 512
-"""Of a command that goes through the whole catalog, the interpreter and its packages included."""
+"""For a command that goes through the whole catalog, the interpreter and its packages included."""
 
 BYTES_PER_CHUNK_MAX: Final = 100.0
 US_PER_ROW_MAX: Final = 2.0

@@ -7,7 +7,7 @@ nothing, so that the client is what is measured, and SeaweedFS, a real one.
 Arms of a read: `plain` is obstore alone, which drops what it read; `landed` copies it to the slot,
 as any user of obstore must who wants it there; `tier` is what the sidecar calls, with deadlines,
 retries, limits and counters; `verified` is `tier` and the checksum of the payload, taken as it
-arrives and judged, as the executor does it. Of a write: `plain`; `tier`; `sampled`, as the executor
+arrives and compared, as the executor does. For a write: `plain`; `tier`; `sampled`, as the executor
 writes by default, which checks one slot in fifty first; `verified`, which checks each; and obstore
 alone with as much of a guarantee as that: `hashed` takes the same checksum before it, `sha256` has
 obstore take the only one that it knows, which the server compares.

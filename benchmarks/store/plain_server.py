@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 HOST: Final = "127.0.0.1"
 BUCKET: Final = "kvlake"
 CAPACITY_BYTES: Final = 8 << 30
-"""Of address space; memory is taken as objects come."""
+"""Address space; memory is taken as objects come."""
 HEAD_PIECE_BYTES: Final = 4096
 
 

@@ -172,7 +172,7 @@ def kv_cache_config(
 ) -> KVCacheConfig:
     """One group of full attention, or one of each spec; of blocks with different tokens too.
 
-    Of several stages, what the first is shown. `retention` is `--prefix-cache-retention-interval`:
+    With several stages: as the first sees it. `retention` is `--prefix-cache-retention-interval`:
     None for states wherever a step ends, 0 (vLLM's default) where prompts end and part.
     """
     groups = [

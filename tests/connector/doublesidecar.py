@@ -38,7 +38,7 @@ class Copy:
     load: list[tuple[bytes, int, list[int]]] = field(default_factory=list)
     store: list[tuple[bytes, list[int]]] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)
-    """Of each chunk."""
+    """Per chunk."""
 
 
 class DoubleSidecar:
@@ -58,7 +58,7 @@ class DoubleSidecar:
         self._nothing_ready: set[int] = set()
         self.fences: list[SidecarFence] = []
         self.group_of: dict[bytes, int] = {}
-        """Of each key that was ever stored."""
+        """Per key that was ever stored."""
         self._read: Counter[int] = Counter()
         self._lookups_read = 0
 

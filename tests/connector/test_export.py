@@ -147,7 +147,7 @@ def test_groups_that_lie_over_each_other() -> None:
     with MemfdAllocation() as allocation:
         buffer = torch.zeros(SIZE_BYTES, dtype=torch.int8)
     caches = caches_over(buffer)
-    # Of blocks with twice the tokens and half the heads; a quarter of each page is padding.
+    # Blocks with twice the tokens and half the heads; a quarter of each page is padding.
     shape, strides = (BLOCKS, 1, 24, CONTENT), (HEADS * TOKENS * CONTENT, 0, CONTENT, 1)
     over = [torch.as_strided(buffer.view(DTYPE), shape, strides, layer * 640) for layer in (0, 2)]
     groups = [*whole(caches), GroupTensors(over, Segment(0, 2, 0, 1), "other")]

@@ -140,7 +140,7 @@ def test_pipeline_stages(make: Callable[..., Engine], ranks: int) -> None:
 
 @pytest.mark.promise("vllm-call-order")
 def test_the_order_of_calls(monkeypatch: pytest.MonkeyPatch, make: Callable[..., Engine]) -> None:
-    """Of vLLM's scheduler, over stores, a hit, requests at once, a preemption and an abort."""
+    """vLLM's scheduler, over stores, a hit, requests at once, a preemption and an abort."""
     calls: list[str] = []
 
     def recorded(name: str, hook: Any) -> Any:

@@ -59,7 +59,7 @@ def engine(make: Callable[..., Engine]) -> Engine:
 def test_a_state_that_only_the_tiers_hold(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, divergent: bool
 ) -> None:
-    """Of a prompt whose attention vLLM still has: why its divergent hits are not used.
+    """Why the divergent hits of a prompt are not used if vLLM still has its attention.
 
     With them vLLM asks what there is beyond its attention, and of what ends with it takes nothing.
     """

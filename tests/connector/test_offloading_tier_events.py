@@ -42,7 +42,7 @@ class Listener:
     def _take(self) -> None:
         for event in self._node.manager.take_events():
             if not event.ownership:
-                # Of vLLM's own host tier.
+                # vLLM's own host tier.
                 continue
             assert event.ownership == self._node.tier.keys.owner
             # By this vLLM keeps which blocks are in it for as long as it holds.

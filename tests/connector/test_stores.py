@@ -137,7 +137,7 @@ class TestStores:
     def test_a_job_fits_into_a_message(
         self, engine: Engine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Of a prompt of a million tokens it would not."""
+        """A prompt of a million tokens would exceed it."""
         places.patch(monkeypatch, "JOB_BYTES_MAX", 1_000)
         engine.add(request_of("a", PROMPT, max_tokens=1))
         engine.step()

@@ -1,4 +1,4 @@
-"""Of every method of `KVConnectorBase_V1`: whether kvlake overrides it, or why it leaves it alone.
+"""Whether kvlake overrides each method of `KVConnectorBase_V1`, or why it leaves it alone.
 
 A release that adds a method is noticed by its name standing in neither table (`surface.py`).
 """

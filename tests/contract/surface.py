@@ -1,8 +1,8 @@
 """What kvlake stands on in vLLM: symbols, members, and the order of calls.
 
 `USED` is what must be there and how it must look, `ORDER` (`order.py`) which calls must follow one
-another. Of classes that kvlake's are made from it goes through every method: of the connector's
-base class in `base.py`, of others by what is `left` alone. `moved` compares all of it with a
+another. It goes through every method of the base classes of kvlake's: those of the connector's
+base class in `base.py`, the others by what is `left` alone. `moved` compares all of it with a
 manifest (`manifests/*.json`), which `python -m tests.contract` makes from vLLM's source.
 """
 

@@ -40,7 +40,7 @@ MADE_FROM = {
 }
 """Classes of vLLM that kvlake's are made from, beside the connector's base class."""
 INHERITED = {"TieringOffloadingSpec": ("CPUOffloadingSpec", "OffloadingSpec")}
-"""Of those, what they are made from in other modules of vLLM."""
+"""The base classes of those in other modules of vLLM."""
 READ_OF_OTHERS = {
     "rope_parameters": "of a configuration of transformers",
     "max_position_embeddings": "of a configuration of transformers",
@@ -100,7 +100,7 @@ def test_every_override_is_in_the_surface() -> None:
 
 @pytest.mark.promise("offloading-touch")
 def test_every_class_of_vllms_is_gone_through() -> None:
-    """Of what ours are made from: a method that is new there asks for a decision."""
+    """A new method in a base class of ours requires a decision."""
     symbols = {symbol.partition(":")[2]: symbol for symbol in USED}
     found: set[str] = set()
     for path in (places.ROOT / "connector").rglob("*.py"):

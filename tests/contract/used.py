@@ -16,9 +16,9 @@ OFFLOAD: Final = "vllm.v1.kv_offload"
 class Used:
     """One symbol. `members` as in `reading.py`; `since` is the first release that has it.
 
-    `late` are the members that came after it, and the first release that has each. Of a class that
-    one of kvlake's is made from, `members` are its methods as ours take them, and `left` says of
-    each other one why it is left alone; None of what nothing is made from.
+    `late` are the members that came after it, and the first release that has each. For a
+    base class of one of kvlake's, `members` are its methods as ours take them, and `left` says of
+    each other one why it is left alone; None for a class that is no base class.
     """
 
     members: dict[str, str] = field(default_factory=dict[str, str])

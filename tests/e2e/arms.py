@@ -203,7 +203,7 @@ def check_throughout(
 ) -> None:
     """Assert that tokens came of what a cold run of all before them gives, but for rounding.
 
-    Of a request that ran beside others, from its first position to its last, which is behind
+    For a request that ran beside others, from its first position to its last, which is behind
     whatever happened meanwhile: a preemption, and what was loaded again. `rounding` is how far
     apart stretches may be on average. Ask only while the engine has nothing else to do.
     """
@@ -308,7 +308,8 @@ class Oracle:
     def check_close(self, generation: Generation) -> None:
         """As `check`, for a request that ran beside others: batches round differently.
 
-        Of the first position, where no earlier token can differ. A wrong cache is nowhere near.
+        It compares the first position, where no earlier token can differ. With a wrong cache the
+        difference is large.
         """
         expected = self.at(0).generation
         assert close(generation, expected), (expected.logprobs[0], generation.logprobs[0])

@@ -36,7 +36,7 @@ class Images(NamedTuple, Generic[P]):
     def chains(self) -> list[list[P]]:
         """Places of the chunks of each chain that begins in these images, its head first.
 
-        Of two chunks behind one, that is followed which others follow.
+        If two chunks follow one, the chain goes on with the one that others follow.
         """
         after: dict[bytes, list[bytes]] = {}
         for key, (parent, _) in self.found.items():
@@ -57,7 +57,7 @@ def pool_of(sidecar: SidecarProcess) -> Path:
 
 
 def in_pool(sidecar: SidecarProcess) -> Images[int]:
-    """Of each image that lies in host memory, where in the pool's file."""
+    """Position in the pool's file of each image in host memory."""
     memory = pool_of(sidecar).read_bytes()
     found: dict[bytes, tuple[bytes, int]] = {}
     place = memory.find(MAGIC)
@@ -71,7 +71,7 @@ def in_pool(sidecar: SidecarProcess) -> Images[int]:
 
 
 def in_folder(folder: Path) -> Images[Path]:
-    """Of each object of a store in a folder, its file."""
+    """The file of each object of a store in a folder."""
     found: dict[bytes, tuple[bytes, Path]] = {}
     for path in folder.rglob("??/*/*.arrow"):
         if QUARANTINE not in path.parts:

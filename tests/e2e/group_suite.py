@@ -92,7 +92,7 @@ class GroupSuite:
 
     groups: ClassVar = 3
     preempted_tokens: ClassVar = 390
-    """Of a prompt of which a dozen fit in the KV cache, but not with what they generate."""
+    """Tokens of a prompt: a dozen fit in the KV cache, but not with what they generate."""
     begin_otherwise: ClassVar = True
     """Whether no block of a prompt is one of another's, too."""
     rounding: ClassVar = ALIKE
@@ -109,7 +109,7 @@ class GroupSuite:
         raise NotImplementedError
 
     def call(self, tokens: int, seed: int, max_tokens: int = GENERATED_TOKENS) -> Call:
-        """A request of so many tokens. Of one seed, a longer one begins as a shorter one."""
+        """A request of this many tokens. Requests of one seed begin alike."""
         return Call(words(tokens, seed), max_tokens)
 
     @pytest.fixture

@@ -61,7 +61,7 @@ class Seam:
     shares_blocks: bool
     """Whether that is the engine's blocks."""
     copy_threads: int
-    """Of the sidecar: some are held in the middle of the victim's copies, others are left."""
+    """In the sidecar: some are held in the middle of the victim's copies, others are left."""
 
     def clients(self, core: int, worker: int) -> dict[Role, int]:
         """Which process of an engine attaches in which role."""

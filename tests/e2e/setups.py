@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tests.harness.servers import S3Server
 
 SMALL: Final[dict[str, Any]] = {"num_gpu_blocks_override": 256, "max_model_len": 4096}
-"""Of an engine: memory for two of the longest prompts, so that a dozen requests fill it."""
+"""Engine option: memory for two of the longest prompts, so that a dozen requests fill it."""
 
 
 READ_AT_ONCE: Final[dict[str, Any]] = {
@@ -34,11 +34,11 @@ READ_AT_ONCE: Final[dict[str, Any]] = {
     # The model computes sooner than a store is read: wait for it all the same.
     "recompute": "never",
 }
-"""Of a store: what others wrote is known soon, and always read."""
+"""Store settings: what others wrote is known soon, and always read."""
 
 
 def in_steps(num_tokens: int) -> dict[str, Any]:
-    """Of an engine: it computes prompts in steps of at most so many tokens."""
+    """Engine options: prompts are computed in steps of at most this many tokens."""
     return {"max_num_batched_tokens": num_tokens, "enable_chunked_prefill": True}
 
 

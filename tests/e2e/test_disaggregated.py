@@ -178,7 +178,7 @@ def test_a_producer_only_stores_and_a_consumer_only_loads(pair: Pair, node: Side
     cold = own_hit(consumer, CALL)
     empty(consumer)
     stored = counters(node)["chunks_stored"]
-    # Of what a consumer computes neither finds anything.
+    # Neither finds anything that a consumer computed.
     salt = fresh_salt()
     CALL.generate(consumer, salt)
     empty(consumer)
@@ -199,7 +199,7 @@ def test_a_producer_only_stores_and_a_consumer_only_loads(pair: Pair, node: Side
 
 @pytest.mark.promise("disaggregated")
 def test_across_nodes_through_the_bucket(pair: Pair, server: S3Server) -> None:
-    """Of a real S3 server."""
+    """A bucket of a real S3 server."""
     oracle = own_hit(pair.consumer, CALL, before=[CALL])
     store = {**Bucket(server, "handed").store, "catalog_flush": "50ms"}
     with (

@@ -46,7 +46,7 @@ pytestmark = [
 ACCEPTED: Final = "vllm:spec_decode_num_accepted_tokens"
 DRAFTED: Final = "vllm:spec_decode_num_draft_tokens"
 LAYERS: Final = 6
-"""Of the fixture `model`. The drafter has one."""
+"""Layers of the fixture `model`; the drafter has one."""
 STEP_TOKENS: Final = 128
 WHOLE_TOKENS: Final = 5 * STEP_TOKENS
 TOKENS: Final = 700
@@ -75,7 +75,7 @@ def write_eagle(folder: Path) -> None:
 
 
 def engine_args(drafter: Path) -> dict[str, Any]:
-    """Of an engine that drafts with it."""
+    """Options of an engine that drafts with it."""
     speculative = {"method": "eagle", "model": str(drafter), "num_speculative_tokens": 2}
     return {**SMALL, **in_steps(STEP_TOKENS), "speculative_config": speculative}
 

@@ -38,10 +38,10 @@ TIERS: Final = ("CPU", "STORAGE")
 MEDIA: Final = ("GPU", *TIERS)
 TOKENS_MAX: Final = 850
 PROMPTS: Final = 8
-"""Of a number, a longer one begins as a shorter one."""
+"""Prompts of one number begin alike, whatever their length."""
 EQUAL_SECONDS_MAX: Final = 30.0
 SMALL_STORE: Final[dict[str, Any]] = {
-    # Of each group's chunks.
+    # Per group of chunks.
     "objects_max": 12,
     "deadline_seconds_max": "3s",
     "gc": {"every": "1s", "grace": "3200ms"},
@@ -55,7 +55,7 @@ class Case:
     model: str
     engines: int
     blocks: int
-    """Of an engine's cache."""
+    """Blocks of an engine's cache."""
     groups: frozenset[int]
 
     def __str__(self) -> str:
@@ -157,7 +157,7 @@ class Followers:
         assert self.own is not None
         deadline = time.monotonic() + EQUAL_SECONDS_MAX
         while True:
-            # It tells with its steps. Of less than a block nothing is cached.
+            # It tells with its steps. Less than a block is not cached.
             engine.generate(words(BLOCK_TOKENS // 2, 0), max_tokens=1, cache_salt="all")
             self.own.take(50)
             self.own.recover()
@@ -202,7 +202,7 @@ class Followers:
 def apart(
     held: dict[str, telling.Blocks], had: dict[str, telling.Blocks]
 ) -> dict[str, tuple[int, telling.Blocks, telling.Blocks]]:
-    """Of each medium how many are held, what of it was not told, and what else was told."""
+    """Per medium: how many are held, what of it was not told, and what else was told."""
     return {
         medium: (len(blocks), blocks - had[medium], had[medium] - blocks)
         for medium, blocks in held.items()
@@ -265,7 +265,7 @@ def first_life(
     followers: Followers,
     chooser: random.Random,
 ) -> None:
-    """Of an engine; the sidecar has two in it."""
+    """One of the two engines at the sidecar."""
     for rounds in (2, 4, 6):
         run(engine, chooser, rounds)
         twice(engine)

@@ -131,7 +131,7 @@ def test_one_stream_of_engine_and_tiers(
 
 @pytest.mark.promise("vllm-call-order")
 def test_the_order_of_calls(engine: EngineProcess, folder: Path) -> None:
-    """Of a run with a miss, stores, a hit, several requests at once and an abort."""
+    """Events of a run with a miss, stores, a hit, several requests at once and an abort."""
     prompts = [words(700, seed) for seed in range(20, 24)]
     salt = fresh_salt()
     for cached_tokens in (0, 672):

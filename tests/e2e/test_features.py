@@ -68,7 +68,7 @@ TOKENS: Final = 1500
 WHOLE_TOKENS: Final = whole_blocks(TOKENS)
 LOG: Final = "engine.log"
 LOCAL_TOKENS: Final = 128
-"""Of a chunk of chunked local attention."""
+"""Tokens of a chunk of chunked local attention."""
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def sidecar(folder: Path, engine: EngineProcess) -> Iterator[SidecarProcess]:
 
 @pytest.fixture
 def kind() -> type[EngineProcess]:
-    """Of engines that a test starts itself."""
+    """For engines that a test starts itself."""
     return EngineProcess
 
 
@@ -495,7 +495,7 @@ class TestWindowsAlone(GroupSuite):
     @pytest.fixture(scope="class")
     @classmethod
     def folder(cls, folder: Path) -> Path:
-        """Of its own, for the engine of the other cases may run on."""
+        """A folder of its own: the engine of the other cases may still run."""
         place = folder / "w"
         place.mkdir()
         return place
@@ -559,7 +559,7 @@ class TestChunkedLocal(GroupSuite):
     @pytest.fixture(scope="class")
     @classmethod
     def folder(cls, folder: Path) -> Path:
-        """Of its own, for the engine of the other cases may run on."""
+        """A folder of its own: the engine of the other cases may still run."""
         place = folder / "l"
         place.mkdir()
         return place

@@ -52,7 +52,7 @@ SPECIAL: Final = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_
 IMAGE_TOKENS: Final = PATCHES + 3
 """What the token becomes: one for each patch, in a frame of others."""
 COUNTING: Final = {"mm_processor_cache_gb": 0, "enable_prefix_caching": False}
-"""Of an engine that needs no hashes of images, and makes none."""
+"""Options of an engine that needs no hashes of images, and makes none."""
 
 
 def write_idefics(folder: Path, tokenizer_from: str) -> None:
@@ -226,7 +226,7 @@ class TestIdefics3(GroupSuite):
         short, long = (call_of(head, behind, 3) for behind in (0, 400))
         found = check_hit(engine, long, before=[short])
         assert CHUNK_TOKENS <= found.cached_tokens < head + IMAGE_TOKENS
-        # Of another one of the same tokens only what is before it.
+        # For another image with the same tokens, only what is before it.
         salt = fresh_salt()
         empty(engine)
         short.generate(engine, salt)
@@ -237,7 +237,7 @@ class TestIdefics3(GroupSuite):
     def test_a_prompt_that_ends_with_an_image(
         self, engine: EngineProcess, sidecar: SidecarProcess
     ) -> None:
-        """Of whole blocks: its last token, which is one of the image's, is computed again."""
+        """A prompt of whole blocks: its last token, one of the image's, is computed again."""
         call, salt = call_of(5 * BLOCK_TOKENS - IMAGE_TOKENS, 0, 5), fresh_salt()
         empty(engine)
         cold = call.generate(engine, salt)
@@ -251,7 +251,7 @@ class TestIdefics3(GroupSuite):
     def test_images_that_vllm_only_counts_are_not_cached(
         self, folder: Path, engine: EngineProcess, sidecar: SidecarProcess
     ) -> None:
-        """Of an engine that hashes none of them; its prompts of words alone are."""
+        """An engine that hashes no image stores none; it stores prompts of words alone."""
         call, text = self.call(900, 40), Call(words(900, 41))
         salt = fresh_salt()
         call.generate(engine, salt)

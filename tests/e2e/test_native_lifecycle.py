@@ -77,7 +77,7 @@ def engine(folder: Path, model: str) -> Iterator[EngineProcess]:
 
 @pytest.fixture(scope="module")
 def sidecar(folder: Path, engine: EngineProcess) -> Iterator[SidecarProcess]:
-    """Of the tests of warm restarts."""
+    """For the tests of warm restarts."""
     with outlived(folder) as sidecar:
         attach(engine, sidecar)
         yield sidecar

@@ -157,7 +157,7 @@ def test_requests_of_adapters_are_preempted_and_aborted(
     assert has_host_tier(engine) or counters(sidecar)["chunks_loaded"] > loaded
     if not has_host_tier(engine):
         check_reloaded(engine, calls[: len(generations)], generations, salts)
-    # Of the first position alone: asked for log probabilities of a prompt, an engine that drafts
+    # The first position alone: asked for log probabilities of a prompt, an engine that drafts
     # and serves adapters fails by itself (an `einsum` over the adapters' layers).
     for oracle, generation in zip(oracles, generations, strict=False):
         assert len(generation.tokens) == 150

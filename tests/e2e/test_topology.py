@@ -68,7 +68,7 @@ class Cluster(NamedTuple):
     engines: tuple[EngineProcess, EngineProcess]
     ranks: int
     block_tokens: tuple[int, int]
-    """Of each engine. Two sizes: they share no host memory, only the bucket."""
+    """Per engine. Two sizes: they share no host memory, only the bucket."""
 
 
 @contextlib.contextmanager
@@ -286,7 +286,7 @@ def _recut_chunk(
     wanted: tuple[Segment, ...],
     block_tokens: int,
 ) -> None:
-    # Of each head [layers, tokens, content bytes], K and V of a token side by side.
+    # Per head [layers, tokens, content bytes], K and V of a token side by side.
     whole: dict[int, Bytes] = {}
     layout, digest, parent, tokens = None, b"", b"", b""
     for segment, path in parts.items():

@@ -37,7 +37,7 @@ class KVProbe:
     def kvlake_head_digests(self) -> dict[int, list[str]]:
         """Block id to a digest of each KV head over all layers, of blocks that are not all poison.
 
-        Of attention whose blocks have the heads as their first axis.
+        For attention whose blocks have the heads as their first axis.
         """
         layers = self._bytes()
         assert all(one.ndim == 4 for one in layers)

@@ -108,7 +108,7 @@ class S3Server:
 
     @property
     def pid(self) -> int:
-        """Of the process that runs now."""
+        """Process id of the running server."""
         return self.process.pid
 
     def restart(self) -> None:

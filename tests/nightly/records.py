@@ -1,7 +1,7 @@
 """What came of each stage: a file for each on this machine, and one committed file of all.
 
-Owns the records, where they lie, and whether one still holds for the working tree. Of two records
-of a stage the newer one counts, wherever it was made.
+Owns the records, where they lie, and whether one still holds for the working tree. The newer
+of two records of a stage counts, wherever it was made.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Record:
 
 
 def newest(records: Iterable[Record]) -> dict[str, Record]:
-    """Of each stage the newest record."""
+    """The newest record of each stage."""
     return {record.stage: record for record in sorted(records, key=lambda record: record.date)}
 
 

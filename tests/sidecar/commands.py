@@ -61,7 +61,7 @@ class Ended:
     err: str
 
     def lines(self, verdict: str) -> list[str]:
-        """Of `kvlake doctor`: what is told with a verdict, without it."""
+        """Findings of `kvlake doctor` with this verdict."""
         marked = [line.partition("  ") for line in self.out.splitlines()]
         return [told for mark, _, told in marked if mark.strip() == verdict]
 

@@ -60,8 +60,8 @@ def read(rows: int) -> Callable[[dict[str, Any]], bool]:
 def looked_through(sidecar: RunningSidecar) -> None:
     """Wait until it has gone through a store without a catalog, for which it needs a worker.
 
-    Of what is written meanwhile it may see the object before it knows of the write, and tell of it
-    a second time.
+    It may see an object that is written meanwhile before it knows of the write, and tell of it a
+    second time.
     """
     sidecar.wait_until(lambda now: catalog(now)["sweeps"] == 1)
 

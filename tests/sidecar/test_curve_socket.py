@@ -73,7 +73,7 @@ def serves(sidecar: RunningSidecar) -> None:
     [
         pytest.param(greeting(b"CURVE"), id="curve"),
         pytest.param(greeting(b"NULL") + ready(b"x"), id="null"),
-        # Of another version of the protocol, in which nothing is asked before messages come.
+        # Another version of the protocol, in which nothing is asked before messages come.
         pytest.param(b"\xff" + bytes(8) + b"\x7f\x01\x05\x00\x00", id="zmtp-2"),
         pytest.param(b"\x01\x00", id="zmtp-1"),
     ],

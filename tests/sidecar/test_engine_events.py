@@ -288,7 +288,7 @@ def test_a_block_goes_with_its_last_copy() -> None:
     (told,) = applied(blocks, removed(1, 2))
     assert told.block_hashes == [1, 2]
     assert len(blocks) == 0
-    # Of each group by itself, and with the cache all copies go.
+    # Each group by itself; with the cache all copies go.
     applied(blocks, stored(1, group_idx=0), stored(1, group_idx=1), stored(1, group_idx=1))
     (told,) = applied(blocks, removed(1, group_idx=0))
     assert told.group_idx == 0
@@ -317,7 +317,7 @@ def test_where_vllm_tells_of_hits_nothing_is_counted() -> None:
 
 
 def test_of_a_range_that_vllm_kept_in_part_no_tokens_are_made_up() -> None:
-    """Of a window of four blocks vLLM keeps the last, and tells the tokens of all."""
+    """vLLM keeps the last block of a window of four, and tells the tokens of all."""
     blocks = EngineBlocks("e")
     tokens = list(range(8))
     event = msgspec.structs.replace(stored(4, parent=9), token_ids=tokens)

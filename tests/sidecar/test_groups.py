@@ -258,7 +258,7 @@ def by_layer(content: bytes, layers: int) -> list[bytes]:
 
 @pytest.mark.promise("other-ranks-groups")
 def test_another_number_of_ranks_reads_every_group(short_directory: Path) -> None:
-    """Of each group the heads of all ranks, which are side by side in each layer."""
+    """Per group the heads of all ranks, which are side by side in each layer."""
     store = {
         "url": f"file://{short_directory}/bucket", "refresh_seconds": 0.05, "recompute": "never"
     }  # fmt: skip

@@ -162,7 +162,7 @@ def test_nothing_of_a_forgotten_realm_is_known(write: WritePolicy) -> None:
     world.send(CaughtUp(0))
     assert engine.counters.stale_messages == stale + 2
     assert not engine.directory.realms
-    # Of another model, with another cut.
+    # Another model, with another cut.
     for rank in range(2):
         world.open(Role.WORKER, rank=rank, world_size=2)
     scheduler = world.open(Role.SCHEDULER, world_size=2)

@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 ATTACHES = 1000
 INDEX_BYTES_MAX = 256 << 10
-"""Of a new index, with its header."""
+"""Size of a new index, with its header."""
 
 
 def model(number: object) -> bytes:

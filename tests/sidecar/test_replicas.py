@@ -68,7 +68,7 @@ def test_each_segment_is_stored_once_and_loaded_by_every_rank(
     for rank in data.draw(st.permutations(range(len(workers)))):
         commands = world.store(workers[rank], 1, KEYS)
         found = only(commands, Gather)
-        # Of a chunk, each segment is one rank's to store, and which one depends on the key alone.
+        # One rank stores each segment of a chunk; which one depends on the key alone.
         assert all(one.rank == rank // writer for one in found)
         gathers += found
         for command in commands:

@@ -265,7 +265,7 @@ def test_commands_handle_more_unmerged_logs_than_fit_in_memory(
 
 A, B = tenant_id("a"), tenant_id("b")
 TENANTS_CHUNKS = 4
-"""Of each of A, B, and those without a salt, written in turn."""
+"""Chunks of each of A, B, and those without a salt, written in turn."""
 
 
 @pytest.fixture(scope="module")
@@ -327,7 +327,7 @@ def test_each_bound_withdraws_and_deletes_the_oldest(
     assert len(told["victims"]) == going
     by = told["namespaces"][0]["withdrawn_by"]
     assert {one["bound"] for one in by} == {setting}
-    # Of one minute any may go, so of a namespace it is not said whose.
+    # Any chunk of one minute may go, so a namespace does not say whose.
     mixed = whole and bound != "ttl"
     if not mixed:
         assert {one["tenant"]: one["objects"] for one in by} == dict.fromkeys(owners, each)

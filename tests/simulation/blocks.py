@@ -122,7 +122,7 @@ class Request:
     max_tokens: int
     cache_salt: str | None
     digests: list[TokenDigests]
-    """Of each KV cache group."""
+    """Per KV cache group."""
     all_token_ids: list[int] = field(default_factory=list[int])
     block_hashes: list[bytes] = field(default_factory=list[bytes])
     num_computed_tokens: int = 0

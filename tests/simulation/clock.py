@@ -108,7 +108,7 @@ class World:
 
     @property
     def trace_hash(self) -> str:
-        """Of all lines so far."""
+        """Digest of all lines so far."""
         return self._hash.hexdigest()
 
     def after(self, seconds: float, call: Callable[[], object]) -> None:

@@ -95,7 +95,7 @@ class Conduct:
         self._jobs: dict[JobName, _Asked] = {}
         self._job_of: dict[int, JobName] = {}
         self._chunk_of: dict[int, Chunk] = {}
-        """Of each copy, as it was known when the copy began."""
+        """Per copy, as it was known when the copy began."""
         self._questions: dict[tuple[int, int], _Question] = {}
         self._quarantined: dict[tuple[int, int, bytes], int] = {}
         """(realm_id, bit of a segment, key) -> the newest writing that is known to be bad."""

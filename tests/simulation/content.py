@@ -36,7 +36,7 @@ POISON = np.uint64(0xDEAD_DEAD_DEAD_DEAD)
 class Model:
     """A model, and how it is cut: what makes a realm.
 
-    Of a model of several KV cache groups, the first group; the others lie over it.
+    For a model of several KV cache groups: the first group; the others lie over it.
     """
 
     name: str

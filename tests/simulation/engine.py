@@ -69,7 +69,7 @@ class SimEngine:
         self.groups = model.groups
         self.num_blocks = num_blocks * len(self.groups)
         self.tokens_max = (num_blocks - 1) * BLOCK_TOKENS
-        """Of a request that fits into it when nothing else is there."""
+        """Tokens of a request that fits into it when nothing else is there."""
         self.late_fences = late_fences
         self.weights = 0
         self.dead = False

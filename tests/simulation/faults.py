@@ -366,7 +366,7 @@ class Faults:
         if engine is None or session is None:
             return
         keys = self._known_keys(engine)
-        # Of jobs that never come, or of those that were or will be.
+        # Steps of jobs that never come, or of those that were or will be.
         first = self._random.choice((2, 2_000_000))
         for number in range(self._random.choice((1, 4, FLOOD_MESSAGES))):
             if keys:

@@ -41,7 +41,7 @@ class Place:
 
 
 class Images:
-    """Of all lives of a node's sidecars; `died` ends one."""
+    """Images of all lives of a node's sidecars; `died` ends one."""
 
     def __init__(self, world: World, truth: Truth, models: list[Model]) -> None:
         self._world = world

@@ -37,7 +37,7 @@ SEVERAL_GROUPS = "several groups"
 """Among what comes often: every model then has a second KV cache group."""
 SEVERAL_GROUPS_RATE = 0.25
 TIGHT_REALMS_RATE = 0.4
-"""Of lives with several models: how many have room for one of them only."""
+"""Share of lives with several models that have room for one of them only."""
 WINDOWS = (6, 10, 24)
 """Tokens that a second group reads: less than a chunk of the first one, and more."""
 SALTS = (None, None, None, "team-a", "team-b")

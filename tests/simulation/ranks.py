@@ -67,7 +67,7 @@ class Rank:
         self._map = mmap.mmap(self.fd, self.layout.size_bytes)
         memory = np.frombuffer(self._map, dtype=np.uint8)
         self.views = [group.view(memory, rank) for group in engine.groups]
-        """Of each KV cache group: they lie over each other, and the first has all of it."""
+        """Per KV cache group: they lie over each other, and the first has all of it."""
         self.kv = self.views[0]
         if engine.pool.null.is_null:
             self.kv[0] = POISON

@@ -33,7 +33,7 @@ class Summary:
     failed: Result | None = None
 
     def add(self, result: Result) -> None:
-        """Count one more life. Of several failures the first seed's is kept."""
+        """Count one more life. The failure of the first seed is kept."""
         self.seeds += 1
         self.steps += result.steps
         self.seen.update(result.seen)

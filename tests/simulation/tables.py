@@ -20,7 +20,7 @@ class Tables:
     """The tables of one engine's requests, which it keeps in `Request.tables`.
 
     Args:
-        windows: tokens that each group reads, the token's own included; 0: all. Of the first, 0.
+        windows: tokens that each group reads, its own included; 0: all. The first group's is 0.
     """
 
     def __init__(self, pool: BlockPool, windows: Sequence[int]) -> None:

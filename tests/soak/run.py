@@ -39,7 +39,7 @@ from tests.soak.world import STORE_SIZE, World, world
 SAMPLE_SECONDS: Final = 2.0
 REST_SECONDS_MAX: Final = 60.0
 PACE_SHARE: Final = 0.2
-"""Of the run, at its start and at its end, for measuring how fast it is."""
+"""Share of the run at its start and at its end in which its speed is measured."""
 PACE_ROUNDS: Final = (2, 60)
 """At least and at most, each time."""
 EVENT_SECONDS: Final = (5.0, 30.0)
@@ -47,7 +47,7 @@ EVENT_SECONDS: Final = (5.0, 30.0)
 PACE_SECONDS_MIN: Final = 100.0
 """A shorter run takes a single round, each time."""
 KILLS_UNTIL: Final = 0.45
-"""Of the run. One life of each process then goes on to its end: slow growth needs time to show."""
+"""Share of the run. One life of each process then goes on to its end: slow growth needs time."""
 EXPECTED_ERRORS: Final = (
     # Our own doing: faults of the store, and SIGSTOP.
     "kvlake.store: object store unavailable",

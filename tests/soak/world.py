@@ -36,7 +36,7 @@ HOST_SIZE: Final = "256MiB"
 """Less than the prompts' prefixes take: slots are evicted, and chunks read from the store."""
 
 STORE_SIZE: Final = 1 << 30
-"""Of the bucket, which the load would fill in two or three minutes: chunks are collected."""
+"""Bound of the bucket. The load would fill it in two or three minutes: chunks are collected."""
 
 
 class World:
@@ -130,7 +130,7 @@ class World:
 
     @property
     def engine_pid(self) -> int | None:
-        """Of the engine with kvlake; None until it serves."""
+        """Process of the engine with kvlake; None until it serves."""
         engine = self._engine
         return None if engine is None else engine.process.pid
 
@@ -153,7 +153,7 @@ class World:
         engine.kill()
 
     def engine_logs(self) -> list[Path]:
-        """Of every engine with kvlake there was."""
+        """Logs of all engines with kvlake so far."""
         return sorted(self._folder.glob("engine-*.log"))
 
     def _new_engine(self, name: str, sidecar_socket: str | None) -> EngineProcess:

@@ -30,7 +30,7 @@ BUSY_PASSES: Final = 2
 MATMUL_SIZE: int = 8192
 MATMULS_PER_STEP: Final = 2
 _SEGMENT_BYTES: Final = 1 << 20
-"""Of the double: what an expandable segment grows by (20 MiB in PyTorch)."""
+"""By how much an expandable segment of the double grows (20 MiB in PyTorch)."""
 
 
 class Cache(Protocol):

@@ -216,7 +216,7 @@ def killed_sidecar(world: World) -> str:
                 "result = engine.keep_copying(socket, name, 120)",
                 socket=str(first.socket), name=world.name(),
             )  # fmt: skip
-            # Of more jobs than it has under way at a time, one was answered.
+            # It answered more jobs than it has under way at a time.
             _wait_stored(first, stored + under_way + 1)
             time.sleep(world.sizes.copying_seconds)
             first.kill()

@@ -51,7 +51,7 @@ class Engine(Steps):
             self.layout = layout
         self.memory = self.export()
         self.attachments += 1
-        # Of another life, as it were: its keys and jobs are not those of the one before.
+        # As in another life: its keys and jobs are not those of the one before.
         self.join(
             socket,
             self.memory,
@@ -62,7 +62,7 @@ class Engine(Steps):
         return self.attached()
 
     def _namespace(self, blocks_per_chunk: int) -> bytes:
-        """Of a model whose KV has this shape."""
+        """For a model whose KV has this shape."""
         layout = self.layout
         shape = (layout.segment.num_layers, layout.segment.num_heads, layout.content_bytes)
         return json.dumps({"model": "tests/gpu", "shape": [*shape, blocks_per_chunk]}).encode()
@@ -195,7 +195,7 @@ def keep_copying(socket: str, name: str, seconds: float) -> int:
     while time.monotonic() < deadline and engine.session is not None:
         while len(waiting) < JOBS_AT_A_TIME:
             number += 1
-            # Of three jobs the last one loads what was stored some time before.
+            # Every third job loads what was stored some time before.
             if number % 3 or number <= 3 * JOBS_AT_A_TIME:
                 plan = StepPlan(stores=[engine.store_job(number, _chunks(name, number))])
             else:

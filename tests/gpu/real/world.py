@@ -174,7 +174,7 @@ class World:
         # A Unix socket's path has at most 107 bytes; a pool must be in memory to be pinned.
         directory = Path(tempfile.mkdtemp(prefix="kvl-", dir="/tmp"))
         if self._pool is not None:
-            # Of a sidecar that was killed: nobody takes it over, and there is not room for many.
+            # Pool of a killed sidecar: nobody takes it over, and there is not room for many.
             shutil.rmtree(self._pool)
         pool = self._pool = Path(tempfile.mkdtemp(prefix="kvl-", dir="/dev/shm"))
         for folder in (directory, pool):

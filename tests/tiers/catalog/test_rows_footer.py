@@ -45,7 +45,7 @@ def test_rows_are_counted_over_all_batches(count: int) -> None:
 
 @pytest.mark.parametrize("compression", ["lz4", "zstd"])
 def test_a_compressed_file_is_refused_before_it_is_decompressed(compression: str) -> None:
-    # Of the very rows that are taken otherwise: a few kilobytes could be gigabytes.
+    # The same rows are accepted uncompressed: a few kilobytes could be gigabytes.
     body = written(table(300), compression=compression)
     with pytest.raises(ValueError, match="compressed"):
         plain_rows(body, 16)
