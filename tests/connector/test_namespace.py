@@ -500,6 +500,11 @@ class TestAdapters:
 
 
 class TestNamespace:
+    @pytest.fixture(autouse=True)
+    def avx512(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """vLLM names no encoding of an FP8 cache on CPUs without it. No kernel runs here."""
+        monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: True)
+
     def test_it_is_canonical_json_with_no_path(self, tmp_path: Path) -> None:
         content = namespace(write_weights(tmp_path))
         assert str(tmp_path).encode() not in content
