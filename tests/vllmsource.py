@@ -22,7 +22,7 @@ COMPILED = ".so"
 
 
 def lay_out(folder: Path, wheel: Path, binaries: Path) -> str:
-    """Make `folder` anew from a wheel and the package of the installed release; the version.
+    """Make `folder` from a wheel and the package of the installed release; return the version.
 
     Raises `ValueError` where the file is no wheel of vLLM's.
     """

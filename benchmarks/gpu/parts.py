@@ -265,7 +265,7 @@ class Bench:
         return found
 
     def beside_reads(self) -> list[Figure]:
-        """A read of four bytes, with so many bytes in flight and with none."""
+        """A read of four bytes, with this many bytes in flight and with none."""
         part, effort, found = "a read of 4 bytes", self.effort, list[Figure]()
         worker, reads = self.worker, {"reads": effort.reads, "warm_up": effort.warm_up}
         for limit_bytes in effort.limits_bytes:

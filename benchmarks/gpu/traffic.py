@@ -156,7 +156,7 @@ def detach() -> None:
 
 
 def seconds(num_bytes: int) -> float:
-    """How long so many bytes take through the sidecar."""
+    """How long this many bytes take through the sidecar."""
     jobs = max(1, num_bytes // traffic.job_bytes)
     before, failed, begun = traffic.done_bytes, traffic.failed, time.perf_counter()
     while jobs:

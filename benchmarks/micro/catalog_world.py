@@ -54,7 +54,7 @@ LAYOUT: Final = ChunkLayout(
 )
 WRITTEN_AT: Final = 1_700_000_000_000_000
 DAYS: Final = 30
-"""Chunks were written in so many days, evenly."""
+"""Chunks were written in this many days, evenly."""
 NOW_SECONDS: Final = WRITTEN_AT / 1e6 + DAYS * 86_400
 TENANTS: Final = 16
 SIZE_BYTES: Final = 1 << 20
@@ -148,7 +148,7 @@ class World:
         return kept
 
     async def announce(self, count: int, writer: str | None = None) -> Rows:
-        """Have another sidecar announce so many new chunks, in no order."""
+        """Have another sidecar announce this many new chunks, in no order."""
         generator = np.random.default_rng(count)
         rows = rows_of(generator, count, 0.0, 1.0)
         log = LogWriter(self.tier, self.folder, writer or new_writer(), rows_max=1, seconds_max=0.0)

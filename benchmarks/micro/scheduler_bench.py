@@ -72,7 +72,7 @@ class Timer:
         return result
 
     def percentile(self, name: str, percent: int) -> float:
-        """Seconds that so many percent of the calls stayed under."""
+        """Seconds that this many percent of the calls stayed under."""
         taken = sorted(self.seconds[name])
         return taken[len(taken) * percent // 100]
 

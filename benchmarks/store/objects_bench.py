@@ -14,7 +14,7 @@ obstore take the only one that it knows, which the server compares.
 
 What is asked is asked over `plain`, the cheapest arm there is: of `tier`, of reads that are
 `verified` and of writes that are `sampled`; and of a `verified` write over `hashed`, for hashing a
-slot takes half as long as sending it, whoever does it.
+slot takes half as long as sending it.
 Ratios are of the median round; processor time is that of this process with all of its threads, and
 not the server's. Prints one JSON object.
 """

@@ -65,7 +65,7 @@ class _Bucket:
         self._free_at = 0.0
 
     def take(self, num_bytes: int) -> None:
-        """Return when so many bytes may go on."""
+        """Return when this many bytes may go on."""
         with self._lock:
             now = time.monotonic()
             self._free_at = max(self._free_at, now - BURST_SECONDS)

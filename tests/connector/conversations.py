@@ -22,7 +22,7 @@ def prompt_of(length: int, seed: int) -> list[int]:
 
 
 def converse(engine: Engine, seed: int, *, requests: int = 15) -> None:
-    """Let so many requests come and go, and check that everything ended."""
+    """Let this many requests come and go, and check that everything ended."""
     chooser = random.Random(seed)
     heads = [prompt_of(chooser.randrange(100, 260), number) for number in range(4)]
     alive: list[Request] = []

@@ -120,7 +120,7 @@ class TestAttach:
         ]
         assert live(client).context is context
         client.close()
-        # They stay whoever's they were.
+        # They keep their owners.
         os.close(memory)
         os.close(page)
 

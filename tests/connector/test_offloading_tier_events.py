@@ -24,7 +24,7 @@ Place = tuple[Medium, OffloadKey]
 
 
 class Listener:
-    """What whoever applies a node's events has of the tiers."""
+    """What a subscriber that applies a node's events knows of the tiers."""
 
     def __init__(self, node: Node) -> None:
         self._node = node

@@ -97,7 +97,7 @@ class World(WorkerSession):
             self.client.inbox.append(Done(self.client.live.epoch, jobs))
 
     def run(self, count: int = 1, *, serving: bool = True) -> list[Batch]:
-        """Pump until so many batches ended."""
+        """Pump until this many batches ended."""
         ended: list[Batch] = []
         deadline = time.monotonic() + 60
         while len(ended) < count:

@@ -24,7 +24,7 @@ SCHEDULER: Final = Order(
     frozenset({"on_new_request", "request_finished_all_groups"}),
     re.compile(
         r"bind_gpu_block_pool (?:"
-        # One call of schedule(): whoever was looked up is allocated at once, or asked again later.
+        # One call of schedule(): a request that was looked up is allocated, or asked again.
         # (Once its load has ended it is allocated again, without being looked up.)
         r"(?:get_num_new_matched_tokens "
         r"(?:update_state_after_alloc (?:get_external_cache_hit_sources )?)?"

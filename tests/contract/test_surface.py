@@ -1,6 +1,6 @@
 """vLLM's interfaces, as each supported release has them, against what kvlake expects of them.
 
-The installed release is read from its source anew; the others by what was recorded of theirs. A
+The installed release is read from its source again; the others by what was recorded of theirs. A
 failure names what moved. How to take a new release in: `docs/evidence/testing.md`.
 """
 
@@ -77,7 +77,7 @@ def test_a_recorded_release(version: str) -> None:
     assert manifest["version"] == version
     # Recorded with this surface, not with an older one that asked for less.
     assert manifest["symbols"].keys() == {BASE_CLASS, *USED}, (
-        "record it anew; see docs/evidence/testing.md"
+        "record it again; see docs/evidence/testing.md"
     )
     lines = moved(manifest)
     assert not lines, f"vLLM {version} moved:\n" + "\n".join(lines)

@@ -41,7 +41,7 @@ computed beside others and loaded nothing.)"""
 ALIKE: Final = 0.1
 """As `CLOSE`, of models that round nearly alike in any batch: of llama and gemma it is the same."""
 POSITIONS: Final = 25
-"""Log probabilities are compared in stretches of so many: one position may be further away."""
+"""Log probabilities are compared in stretches of this many: one position may be further away."""
 PREEMPTIONS: Final = "vllm:num_preemptions"
 """vLLM's own counter."""
 SESSIONS: Final = 2
@@ -283,7 +283,7 @@ class Oracle:
         self._known: dict[int, Measured] = {}
 
     def at(self, cached_tokens: int) -> Measured:
-        """The engine's own hit of so many tokens, or the cold run for none.
+        """The engine's own hit of this many tokens, or the cold run for none.
 
         There is none of a whole prompt, which the connector may load: its last token is computed.
         """

@@ -1,6 +1,6 @@
 """A prompt's chunks in order, wherever they are: in a pool's memory, or in a store's folder.
 
-An image says its key and that of the chunk before it, so a chain can be followed whoever stored it.
+An image says its key and that of the chunk before it, so a chain can be followed across writers.
 (What a chunk's tokens are, vLLM's own offloading does not tell.)
 """
 

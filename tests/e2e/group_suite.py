@@ -101,11 +101,11 @@ class GroupSuite:
     """Whether two ranks are asked for a hit of the store, too."""
 
     def blocks_read(self, tokens: int) -> int:
-        """Blocks of a hit of so many tokens, in all groups."""
+        """Blocks of a hit of this many tokens, in all groups."""
         raise NotImplementedError
 
     def chunks_read(self, tokens: int) -> int:
-        """Chunks of a hit of so many tokens, in all groups."""
+        """Chunks of a hit of this many tokens, in all groups."""
         raise NotImplementedError
 
     def call(self, tokens: int, seed: int, max_tokens: int = GENERATED_TOKENS) -> Call:

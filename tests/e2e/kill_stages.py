@@ -40,7 +40,7 @@ class Staged:
 
 
 def attach(world: World, cell: Cell) -> Staged:
-    """A process of the engine attaches anew, and a request comes meanwhile."""
+    """A process of the engine attaches again, and a request comes meanwhile."""
     role = Role.SCHEDULER if cell.victim is Victim.CORE else Role.WORKER
     pid = world.victim.clients[role]
     who = "worker's attach" if pid == world.victim.worker else "engine core's attach"

@@ -82,7 +82,7 @@ def server(folder: Path) -> Iterator[S3Server]:
 
 @contextlib.contextmanager
 def serving(place: Path, sessions: int, **sections: Any) -> Generator[SidecarProcess]:
-    """A sidecar with so many sessions."""
+    """A sidecar with this many sessions."""
     config = {
         "host": {"size": "128MiB"},
         "limits": PATIENT,

@@ -125,7 +125,7 @@ class TestGemma(GroupSuite):
 
 
 def reached(tokens: int, piece_tokens: int) -> int:
-    """Blocks or chunks in which a window lies that a token behind so many others reads."""
+    """Blocks or chunks in which a window lies that a token behind this many others reads."""
     return -(-tokens // piece_tokens) - max(tokens - WINDOW + 1, 0) // piece_tokens
 
 

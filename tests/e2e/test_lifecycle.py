@@ -201,7 +201,7 @@ def test_engine_restarted(folder: Path, model: str, engine: EngineProcess) -> No
 
 @pytest.mark.promise("reset")
 def test_reset_of_the_connector_forgets(folder: Path, engine: EngineProcess) -> None:
-    """Weights may have changed, says whoever resets the connector: nothing from before is found,
+    """A reset of the connector says that weights may have changed: nothing from before is found,
     what is stored from then on is."""
     prompt = words(1500, 4)
     with running(folder, engine):
@@ -423,7 +423,7 @@ def test_damaged_host_memory_is_never_used(
         oracle.check(generation)
         counted = counters(sidecar)
         assert counted["loads_corrupt"] == counted["quarantined_host"] == 1
-        # The damaged chunk was stored anew; those behind it never left.
+        # The damaged chunk was stored again; those behind it never left.
         empty(engine)
         generation = engine.generate(prompt, cache_salt=salt)
         assert generation.cached_tokens == WHOLE_TOKENS

@@ -86,7 +86,7 @@ def cluster(
 
 
 def listed(sidecar: SidecarProcess, chunks: int) -> None:
-    """Wait until the catalog was read whole, and has so many chunks.
+    """Wait until the catalog was read whole, and has this many chunks.
 
     The number alone would not do: the chunks of one of its files, or those that attaching left, may
     be as many, before the file with the chunks that are meant is read.
@@ -407,7 +407,7 @@ def test_two_sidecars_on_one_bucket(
             empty(engine)
             here.wait("everything is written", idle)
             announced(here)
-            # Not so many chunks: what its own engine attached with counts, too.
+            # Not this many chunks: what its own engine attached with counts, too.
             refreshed(other)
             check_equal(again(other_engine, call, expected.salt), expected)
             assert counters(other)["chunks_read"] == chunks_of(1000, chunk_tokens(engine))

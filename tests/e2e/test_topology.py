@@ -157,7 +157,7 @@ def refreshed(sidecar: SidecarProcess) -> None:
 
 
 def written(sidecar: SidecarProcess, chunks: int) -> None:
-    """Wait until all is written that was stored, and at least so many chunks.
+    """Wait until all is written that was stored, and at least this many chunks.
 
     The number alone would not do: what the engines attached with may be written late, and counts.
     """
@@ -205,7 +205,7 @@ def test_a_prompt_of_one_cluster_is_a_hit_in_the_other(
         assert first.generation.cached_tokens == WHOLE_TOKENS
         assert counters(other)["chunks_read"] - read == CHUNKS
         # The other engine finds in host memory what the first one brought there, if its blocks are
-        # of the same size; else it has it made anew.
+        # of the same size; else it has it made again.
         times = len(set(theirs.block_tokens))
         second = hit(theirs.engines[1], call, salt)
         assert counters(other)["chunks_read"] - read == CHUNKS * times

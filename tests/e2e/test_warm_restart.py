@@ -149,7 +149,7 @@ def test_slot_damaged_between_two_lives_is_computed(
     stored.oracle.check(computed.generation)
     counted = counters(sidecar)
     assert counted["loads_corrupt"] == counted["quarantined_host"] == 1
-    # The damaged chunk was stored anew; those around it never left.
+    # The damaged chunk was stored again; those around it never left.
     empty(engine)
     again = stored.ask()
     assert again.generation.cached_tokens == WHOLE_TOKENS

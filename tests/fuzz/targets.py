@@ -295,7 +295,7 @@ def _other_claims(data: bytes, chooser: random.Random) -> bytes:
 
 
 def _checksums_right(data: bytes) -> bytes:
-    """What an attacker would do: hash the damaged content anew."""
+    """What an attacker would do: hash the damaged content again."""
     for templates in TEMPLATES.values():
         try:
             template = templates.for_image_bytes(len(data))

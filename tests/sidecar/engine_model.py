@@ -114,7 +114,7 @@ class EngineModel(RuleBasedStateMachine):
         told = {name for name, (_, flag) in self.world.index.items() if flag}
         assert told == in_store, "the index and the store disagree"
         held = self.world.in_host()
-        # What is past its time, or corrupt, is gone whoever pins it; a pin goes with it.
+        # What is past its time, or corrupt, is gone, even if pinned; a pin goes with it.
         ended = {*self.world.forgotten, *([buried] if buried else [])}
         self.world.forgotten.clear()
         lost = self.held - held - ended

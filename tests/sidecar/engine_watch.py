@@ -220,7 +220,7 @@ class Watched:
         check(self.engine)
         told = {name for name, (in_host, _) in self.index.items() if in_host}
         assert told == self.in_host(), "the index and the slots disagree"
-        # What was found corrupt is kept no more, whoever stores the same key anew.
+        # What was found corrupt is kept no more, even if an engine stores the same key again.
         kept = {
             (one.chunk.realm.realm_id, one.chunk.key)
             for one in self.engine.request_pins

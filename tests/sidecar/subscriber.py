@@ -56,7 +56,7 @@ class Subscriber:
         self._context.destroy(linger=0)
 
     def names(self, medium: str) -> set[Any]:
-        """What is in a medium, whoever holds it."""
+        """What is in a medium, by any holder."""
         return {name for _, name in self.grouped(medium)}
 
     def grouped(self, medium: str, owner: str | None = None) -> set[tuple[int | None, Any]]:

@@ -195,7 +195,7 @@ def test_damage_in_a_writers_memory_is_found_by_a_reader_and_put_right(
         # The writer hears of it, and compares what it has in memory the next time that it is used.
         here.wait_until(holds(0))
         assert worker.load(2, key, range(4)) is Outcome.CORRUPT
-        # Whoever needed it has computed it, and stores and writes it anew.
+        # The engine that needed it has computed it, and stores and writes it again.
         assert other.fill(range(4), seed=7) == content
         assert other.store(3, key, range(4)) is Outcome.OK
         here.wait_until(holds(1))

@@ -121,7 +121,7 @@ def test_whoever_reads_all_has_what_there_is(seed: int, monkeypatch: pytest.Monk
             assert set(listener.holds) == there(world)
     listener.read()
     assert set(listener.holds) == there(world)
-    assert listener.begun > 1, "it read so slowly that it was told anew"
+    assert listener.begun > 1, "it read so slowly that it was told everything again"
 
 
 def test_one_that_does_not_read_is_sent_no_more_than_so_much() -> None:

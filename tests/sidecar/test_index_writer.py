@@ -39,7 +39,7 @@ Keys = npt.NDArray[np.uint8]
 
 SMALL_ENTRIES, LARGE_ENTRIES = 10_000, 40_000
 SLOTS_AT_ONCE_MAX = 2 * SLOTS_PER_PASS
-"""As if so many took 10 ms: the large one has twice as many, the small one half."""
+"""As if this many took 10 ms: the large one has twice as many, the small one half."""
 FDS_PER_INDEX = 2
 
 

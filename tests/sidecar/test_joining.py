@@ -115,7 +115,7 @@ def test_the_second_run_joins_and_the_last_one_drains(node: Node) -> None:
     assert "continues for others that joined it" in first.log()
     assert node.serving == sidecar
     assert second.end() == 0
-    # It writes to the log of whoever started it.
+    # It writes to the log of the run that started it.
     first.wait_says("drained")
     wait_for(lambda: not is_locked(node.home), first.log)
 

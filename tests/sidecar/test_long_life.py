@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 JOBS_PER_STEP = 8
 STEPS_AHEAD = 4
 LOADED_AFTER = 40
-"""A chunk is loaded so many stores after it was stored: it is in host memory still."""
+"""A chunk is loaded this many stores after it was stored: it is in host memory still."""
 CONTENT_BYTES = 16
 CONNECTIONS_MAX = 40
 BLOCKS = range(BLOCKS_PER_CHUNK)
@@ -59,7 +59,7 @@ class Life:
         self._stored = 0
 
     def run(self, stores: int) -> None:
-        """Store so many chunks, one in a job, and load as many, some steps ahead of the answers."""
+        """Store and load this many chunks, one in a job, some steps ahead of the answers."""
         ahead: list[list[int]] = []
         for _ in range(stores // JOBS_PER_STEP):
             ahead.append(self._step())

@@ -27,7 +27,7 @@ RANK = RankLayout(LAYOUT, SlotTemplates(LAYOUT, bytes(32)))
 
 
 def slot_with(num_blocks: int) -> tuple[Bytes, int]:
-    """A slot that holds an image of so many blocks, and the image's size."""
+    """A slot that holds an image of this many blocks, and the image's size."""
     template = RANK.templates[num_blocks]
     slot = np.zeros(RANK.templates.slot_bytes, dtype=np.uint8)
     template.prepare(slot)
@@ -71,7 +71,7 @@ def test_the_verdict_is_that_of_verifying_afterwards(
 
 
 def test_what_changes_after_it_was_hashed_is_not_looked_at_again() -> None:
-    """So whoever changes bytes on their way must not tell of them before."""
+    """So a tier that changes bytes on their way must not tell of them before."""
     slot, size_bytes = slot_with(4)
     verifier = StreamingVerifier(RANK, KEY, slot)
     arrive(verifier, size_bytes, [5000])

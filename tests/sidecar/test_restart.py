@@ -266,7 +266,7 @@ def test_damaged_payload_is_found_at_its_first_use(lives: Lives, rate: float) ->
         assert worker.load(1, key_of(1), [0, 1]) is Outcome.CORRUPT
         assert scheduler.flags(key_of(0), key_of(1)) == [FLAG_HOST, 0]
         assert worker.load(2, key_of(0), [0, 1, 2, 3]) is Outcome.OK
-        # Computed anew, it is stored anew.
+        # The engine computes and stores it again.
         assert worker.store(3, key_of(1), [0, 1, 2, 3]) is Outcome.OK
     assert lives.status()["counters"]["quarantined_host"] == 1
     lives.end()

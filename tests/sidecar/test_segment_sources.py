@@ -13,7 +13,7 @@ LAYERS, HEADS = 8, 8
 
 
 def grid(pipelines: int, tensors: int) -> list[Segment]:
-    """The segments of so many pipeline stages of so many ranks each."""
+    """The segments of this many pipeline stages of this many ranks each."""
     layers, heads = LAYERS // pipelines, HEADS // tensors
     return [
         Segment(stage * layers, layers, rank * heads, heads)

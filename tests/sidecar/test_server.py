@@ -144,7 +144,7 @@ def test_load_with_a_corrupt_slot_is_a_miss(sidecar: RunningSidecar, short_direc
         worker.poison()
         worker.submit(loads=[LoadJob(3, [LoadChunk(good, 0, [0, 1]), LoadChunk(bad, 2, [2])])])
         assert worker.outcome(3) is Outcome.CORRUPT
-        # Only blocks of the failed job may hold anything: the engine computes those anew.
+        # Only blocks of the failed job may hold anything: the engine computes those again.
         rest = [block for block in range(worker.layout.num_blocks) if block not in (0, 1, 2)]
         assert all(set(worker.read(block)) == {0xEE} for block in rest)
         assert scheduler.flags(good, bad) == [FLAG_HOST, 0]

@@ -89,7 +89,7 @@ def pair(
 
 
 def written_in_rounds(pair: Pair, rounds: int, seconds: float = WAIT_SECONDS_MAX) -> None:
-    """Write at full rate until objects were deleted in so many rounds, one after the other."""
+    """Write at full rate until objects were deleted in this many rounds, one after the other."""
     with contextlib.ExitStack() as stack:
         for one in pair.sidecars:
             stack.enter_context(FullRate(Path(one.socket), one.name, CONTENT_BYTES))

@@ -1,6 +1,6 @@
 """`python -m tests.simulation`: run seeds, or replay one.
 
---seeds 10000 --first 0         run so many seeds on all cores, up to the first failure
+--seeds 10000 --first 0         run this many seeds on all cores, up to the first failure
 --seed 123 --trace              replay one, event by event
 --seed 123 --steps 500 --trace  only its first 500 steps
 --seed 123 --shrink             leave out the faults that its failure does not need

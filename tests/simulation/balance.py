@@ -34,7 +34,7 @@ Sealed = tuple[Model, bytes, int, int]
 
 
 class Balance:
-    """The rules of one life of a sidecar. `sealed` is kept by whoever sees copies end."""
+    """The rules of one life of a sidecar. `sealed` is kept by the code that sees copies end."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What the sidecar owes to whoever asks it: outcomes that are true, and nothing done in vain.
+"""What the sidecar owes to its clients: outcomes that are true, and nothing done in vain.
 
 Owns the shadow of what was asked, by whom and when, and how each piece of it ended. Does not own
 bytes, slots and queues (`images.py`, `balance.py`). Rules are named as there.
@@ -256,7 +256,7 @@ class Conduct:
 
     @staticmethod
     def _in_order(commands: list[Command]) -> None:
-        """Readers of the index stop seeing a chunk before its slot is filled anew."""
+        """Readers of the index stop seeing a chunk before its slot is filled again."""
         order = [
             0
             if isinstance(command, IndexSet | IndexOffer)

@@ -386,7 +386,7 @@ class SimEngine:
         request.loading, request.loaded = False, True
         self.world.saw("load failed" if failed else "load ok")
         if failed and len(self.groups) > 1:
-            # Blocks of a window lie behind what failed: it starts anew, and loads nothing.
+            # Blocks of a window lie behind what failed: it starts again, and loads nothing.
             self._start_over(request)
             return
         if failed:

@@ -98,7 +98,7 @@ class Clients:
             }
 
     def next(self) -> Ask:
-        """A prompt of the load, for whoever else asks."""
+        """A prompt of the load, for others."""
         with self._lock:
             return self._prompts.next()
 

@@ -1,6 +1,6 @@
 """Images whose bytes are part of the format: other releases and other languages must read them.
 
-Run as a program to write `golden/` anew. That is right only together with a new format number:
+Run as a program to write `golden/` again. That is right only together with a new format number:
 a file that changed under an unchanged number would make every stored chunk unreadable.
 """
 

@@ -6,7 +6,7 @@ forked, so that each costs milliseconds:
 * `lines`: the child dies at line number n of the pool's own code, for n = 1, 2, 3...;
 * `moments`: the child works for ever and is killed from outside; the next one takes over.
 
-What a slot holds is its tag, repeated. So whoever takes over can tell a slot that is whole from one
+What a slot holds is its tag, repeated. So the successor can tell a slot that is whole from one
 that was being filled, without knowing what its predecessor did. A journal in shared memory says
 what must be there: set after a slot was sealed, cleared before it is given up.
 """

@@ -296,7 +296,7 @@ def test_the_descriptor_is_read_only() -> None:
         os.write(writer.fd, b"x")
     with pytest.raises(OSError, match=r"Invalid argument|not permitted"):
         os.ftruncate(writer.fd, 0)
-    # A reader that opens it anew for writing (root may) is stopped by the seals.
+    # A reader that opens it again for writing (root may) is stopped by the seals.
     with contextlib.suppress(PermissionError):
         again = os.open(f"/proc/self/fd/{writer.fd}", os.O_RDWR)
         try:

@@ -122,7 +122,7 @@ class TorchCache:
             )
             return buffer.zero_()
         if place == "interior":
-            # What was freed is cut up for whoever comes next.
+            # What was freed is cut up for the next allocation.
             room = torch.empty(2 * size_bytes, dtype=torch.int8, device=DEVICE)
             del room
             self._kept.append(torch.empty(size_bytes, dtype=torch.int8, device=DEVICE))

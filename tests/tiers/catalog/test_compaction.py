@@ -260,7 +260,7 @@ async def test_reconciling_finds_objects_and_lost_ones(world: World) -> None:
     report = await world.compact(reconcile=True)
     assert (report.found, report.lost) == (1, 1)
     seen += await new_rows(reader)
-    # What is young may be announced any moment by whoever wrote it.
+    # What is young may be announced any moment by its writer.
     assert view_of(seen) == await world.offered() == {1, 3}
     world.bucket.now += 1000
     assert (await world.compact(reconcile=True)).found == 1

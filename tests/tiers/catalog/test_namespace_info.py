@@ -72,7 +72,7 @@ def test_its_own_digest_makes_nothing_a_namespace(namespace: bytes) -> None:
 
 
 def test_other_names_in_the_folder_do_not_parse() -> None:
-    """So that sidecars of before, and whoever lists the folder, pass it over."""
+    """So that sidecars of before, and readers of the folder's listing, pass it over."""
     name = namespace_info_name(prefix_of(NAMESPACE))
     assert parse_name(name) is None
     assert parse_namespace(name) is None
