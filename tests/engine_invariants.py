@@ -1,7 +1,7 @@
 """The invariants of the sidecar's engine between two events.
 
 Owns what must hold between its parts: every allocated slot is in one place, every pin has an owner,
-every share holds what waits, and what runs on a slot is what the parts say is running.
+every share holds the queued work, and what runs on a slot is what the parts say is running.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _check_shares(engine: Engine) -> None:
-    """The shares hold exactly what waits, and no more than they may."""
+    """The shares hold exactly the queued work, and no more than they may."""
     held: dict[str, Counter[int]] = {name: Counter() for name in engine.shares.shares}
     for copy in engine.jobs.running():
         session_id = copy.job.session.session_id

@@ -271,7 +271,7 @@ def _run(
         os.environ[name] = _received(value)
     _redirect(streams)
     for library in libraries:
-        # Whoever asks for a library of its name gets this one.
+        # Every request for a library of its name gets this one.
         ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
     if prepare is not None:
         prepare()

@@ -92,7 +92,7 @@ class Traffic:
         self.done_bytes = 0
 
     def pump(self, jobs_max: int = 1 << 30) -> int:
-        """Ask what has ended, and fill up what waits; returns how many jobs were submitted."""
+        """Ask what has ended, and fill the queue; returns how many jobs were submitted."""
         self._collect()
         submitted = 0
         while len(self._waiting) < self._jobs_waiting_max and submitted < jobs_max:

@@ -68,7 +68,7 @@ def test_several_samples_of_one_prompt(make: Callable[..., Engine]) -> None:
 
 @pytest.mark.promise("priority-scheduling")
 def test_priority_scheduling(make: Callable[..., Engine]) -> None:
-    """Whoever matters less is preempted, with loads and stores of his under way."""
+    """A request of lower priority is preempted while its loads and stores run."""
     engine = make(policy="priority", num_blocks=42)
     low = engine.add(request_of("low", PROMPT, max_tokens=60, priority=9))
     engine.step()

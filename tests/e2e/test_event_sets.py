@@ -1,4 +1,4 @@
-"""Whoever follows the stream has what the engine's own cache, host memory and the store hold.
+"""A subscriber of the stream has what the engine's own cache, host memory and the store hold.
 
 Random requests in small caches, several at a time and many of them again: blocks are evicted in
 the engine and from host memory, the store's oldest are collected, and vLLM has some blocks twice.

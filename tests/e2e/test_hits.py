@@ -247,7 +247,7 @@ def test_another_salt_finds_nothing(engine: EngineProcess, sidecar: SidecarProce
 
 
 def test_without_a_salt(engine: EngineProcess) -> None:
-    """Whoever gives no salt shares with all others who give none, and with nobody else."""
+    """Requests without a salt share among themselves, and with nobody else."""
     # Never seen by this sidecar, whichever of its engines runs this: there is no salt to tell them.
     prompt = words(1020, random.randrange(1 << 30))
     assert engine.generate(prompt, cache_salt=fresh_salt()).cached_tokens == 0

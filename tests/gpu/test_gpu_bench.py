@@ -1,6 +1,6 @@
 """`make gpu-bench` rehearsed on the double, its table, and how both GPU targets refuse.
 
-Of a GPU it proves nothing: the rates that come out here are thrown away.
+It proves nothing about a GPU: the rates that come out here are thrown away.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The cases of `make gpu-test`, rehearsed on the double: that they are right when a GPU is there.
 
-Of a GPU it proves nothing. The same code runs, with small sizes and without torch's kernels.
+It proves nothing about a GPU. The same code runs, with small sizes and without torch's kernels.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def in_directory(sidecar: RunningSidecar, keys: list[bytes]) -> dict[str, set[by
 def test_a_random_life_with_evictions_and_a_restart(
     short_directory: Path, subscribe: Callable[..., Subscriber]
 ) -> None:
-    """Whoever follows has, at every rest, what the directory has; so has who comes late."""
+    """Every subscriber has, at every rest, what the directory has; so has a late one."""
     chooser = random.Random(7)
     store = {
         "url": f"file://{short_directory}/bucket",
@@ -294,7 +294,7 @@ def test_requests_that_make_no_sense(
 
 @pytest.mark.promise("event-keys")
 def test_over_tcp_with_keys(short_directory: Path, subscribe: Callable[..., Subscriber]) -> None:
-    """Whoever has no key that the configuration names hears nothing, and gets no answer."""
+    """A peer without a key that the configuration names hears nothing, and gets no answer."""
     server_public, server_secret = zmq.curve_keypair()
     public, secret = zmq.curve_keypair()
     file = short_directory / "key"

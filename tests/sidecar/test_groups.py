@@ -198,7 +198,7 @@ def test_ranks_of_one_engine_need_the_same_groups(sidecar: RunningSidecar) -> No
         Scheduler(sidecar.path)
     with pytest.raises(RefusedError, match="layout"):
         Worker(sidecar.path, groups=(other_group(Role.WORKER, block_tokens=16),))
-    # Whoever was refused left no realm behind.
+    # A refused client leaves no realm behind.
     sidecar.wait_until(lambda status: [realm["sessions"] for realm in status["realms"]] == [0, 0])
 
 

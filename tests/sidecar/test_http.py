@@ -264,7 +264,7 @@ def test_slow_clients_do_not_use_up_descriptors(
             assert at_end(sock), "a request that is not over in time is cut off"
         for sock in slow:
             sock.close()
-        # Whoever is served now is not to be cut off for a pause of the machine.
+        # A client that is served now must not be cut off for a pause of the machine.
         places.patch(monkeypatch, "CONNECTION_SECONDS_MAX", 3600.0)
         assert sidecar.get("/healthz") == b"ok\n"
         assert b'why="connection"' in sidecar.get("/metrics")

@@ -216,7 +216,7 @@ async def test_without_memory_the_smaller_index_stays_and_it_is_tried_again(
         assert bench.starts == [bench.realm]
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(bench.indexes.grow, bench.realm)
-            # Whoever takes in a catalog waits for no growth that does not run.
+            # Taking in a catalog waits for no growth that does not run.
             await bench.indexes.settled(bench.realm)
     assert "no memory for a larger index" in caplog.text
     assert bench.realm.index is smaller

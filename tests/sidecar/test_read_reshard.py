@@ -248,7 +248,7 @@ async def test_ranks_that_ask_together_share_a_download(tmp_path: Path, ranks: i
     for rank, slot in enumerate(slots):
         template = realm.ranks[rank].templates[2]
         assert template.verify(slot[: template.image_bytes], KEY).num_blocks == 2
-    # Whoever comes later reads again: nothing is kept.
+    # A later read reads again: nothing is kept.
     await reader.reshard(realm, command(0, (ranks,)), slots[0])
     assert reads == 2
     await store.close()

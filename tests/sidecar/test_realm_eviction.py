@@ -299,7 +299,7 @@ def lone_group(number: int) -> Group:
 
 
 def test_groups_beside_a_home_that_is_used_are_forgotten_alone(short_directory: Path) -> None:
-    """Whoever attaches with a model's namespace and new groups cannot fill its family for ever."""
+    """A client with a model's namespace and new groups cannot fill its family for ever."""
     config = limited(config_in(short_directory, store=folder_store(short_directory)), 2)
     keys = [key_of("full"), key_of("window")]
     with RunningSidecar(config) as sidecar:

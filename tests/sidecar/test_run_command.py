@@ -237,7 +237,7 @@ if CODE is not None:
 while os.getppid() == PARENT:
     time.sleep(0.05)
 """
-# Whoever starts the tests may ignore a signal, as a shell has what it starts in the background do
+# The parent of the tests may ignore a signal, as a shell has what it starts in the background do
 # with SIGINT: what is ignored here is what the test says.
 LAUNCH = """
 import signal, sys

@@ -77,7 +77,7 @@ async def test_a_collected_chunk_is_forgotten_with_all_its_segments(
             assert realm.stored.mask(key(1)) == sum(masks[name] for name in segments)
     assert realm.stored.mask(key(1)) == 0
     assert not world.index
-    # Whoever computes it again has all of it written.
+    # An engine that computes it again has all of it written.
     for worker in workers:
         world.stored(worker, 1, [1])
     assert sorted(write.rank for write in world.writes.values()) == [0, 1]

@@ -358,7 +358,7 @@ class Conduct:
     def _work_ends_with_its_session(self, process: SidecarProcess) -> None:
         for session, _ in process.dispatcher.copies.queue.heads():
             if process.dispatcher.sessions.get(session.session_id) is not session:
-                raise Violation("what waits ends with its session", f"{session.session_id}")
+                raise Violation("queued work ends with its session", f"{session.session_id}")
 
     # --- leases --------------------------------------------------------------------------------
 

@@ -367,7 +367,7 @@ async def test_what_a_dead_round_began_is_not_taken_from_one_that_goes_on_with_i
     inner = idle.delete
 
     async def delete(names: Sequence[str]) -> None:
-        # Whoever tidies has listed; now another compacts, and then the files go.
+        # One process has listed the files; now another compacts, and then the files go.
         await world.compact()
         await inner(names)
 
