@@ -11,12 +11,11 @@ code that says so; no secret of `storage_options` or of the URL appears in a mes
 
 from __future__ import annotations
 
-import enum
 import errno
 import re
 import socket
 import ssl
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from tiers.errors import (
     ChunkMissing,
@@ -42,120 +41,93 @@ _QUERY = re.compile(r"(?<=://)([^\s?]+)\?[^\s)\"']+")
 # obstore keeps status and code in its text only.
 _OBSTORE_STATUS = re.compile(r"status code: (\d{3})")
 _OBSTORE_CODE = re.compile(r"<Code>(\w+)</Code>")
+_STATUS = re.compile(r"[345]\d\d")
 _OBSTORE_DETAIL = "\n\nDebug source"
 
 
-class ErrorKind(enum.Enum):
-    """What a condition means to the caller."""
-
-    MISSING = "missing"
-    EMPTY = "empty"
-    EXISTS = "exists"
-    FULL = "full"
-    LATER = "later"
-    STOP = "stop"
-
-
-class ErrorClass(NamedTuple):
-    """One condition: what it means to the caller, what happened, and the remedy."""
-
-    kind: ErrorKind
-    what: str
-    remedy: str
-
-
-_LATER, _STOP = ErrorKind.LATER, ErrorKind.STOP
 _RETRIED = "retried with growing pauses"
 CONDITIONS: Final = {
-    "missing": ErrorClass(
-        ErrorKind.MISSING, "no such object", "nothing to do: what is missing is computed"
-    ),
-    "truncated": ErrorClass(ErrorKind.EMPTY, "the object is empty", "it will be written again"),
-    "exists": ErrorClass(ErrorKind.EXISTS, "the name is taken", "another writer was first"),
-    "full": ErrorClass(
-        ErrorKind.FULL, "no space is left", "free space or raise the quota of the store"
-    ),
-    "credentials": ErrorClass(
-        _STOP,
+    "missing": ("no such object", "nothing to do: what is missing is computed"),
+    "truncated": ("the object is empty", "it will be written again"),
+    "exists": ("the name is taken", "another writer was first"),
+    "full": ("no space is left", "free space or raise the quota of the store"),
+    "credentials": (
         "the credentials were refused",
         "check store.credentials (or, with kind auto, those of the environment)",
     ),
-    "forbidden": ErrorClass(
-        _STOP,
+    "forbidden": (
         "access was denied",
         "check the credentials, and allow them to get, put, delete and list objects under the URL",
     ),
-    "no_credentials": ErrorClass(
-        _STOP,
+    "no_credentials": (
         "no credentials were found",
         "set store.credentials, or give the environment some",
     ),
-    "no_bucket": ErrorClass(
-        _STOP, "the bucket does not exist", "create it, or correct the bucket in store.url"
+    "no_bucket": (
+        "the bucket does not exist",
+        "create it, or correct the bucket in store.url",
     ),
-    "region": ErrorClass(
-        _STOP,
+    "region": (
         "the bucket is served by another region or endpoint",
         "set store.region and store.endpoint",
     ),
-    "clock": ErrorClass(_STOP, "the clocks differ too much", "synchronise this machine's clock"),
-    "busy": ErrorClass(_LATER, "the store is busy or failing", _RETRIED),
-    "not_found": ErrorClass(
-        _LATER,
+    "clock": ("the clocks differ too much", "synchronise this machine's clock"),
+    "busy": ("the store is busy or failing", _RETRIED),
+    "not_found": (
         "a 404 came without the store's own error code for a missing object",
         "check what answers at store.endpoint: an ingress or proxy before the store, or another "
         "server",
     ),
-    "garbled": ErrorClass(_LATER, "the upload arrived damaged", _RETRIED),
-    "request": ErrorClass(
-        _STOP,
+    "garbled": ("the upload arrived damaged", _RETRIED),
+    "request": (
         "the store refused the request",
         "check store.url, store.endpoint and the other settings of store",
     ),
-    "options": ErrorClass(
-        _STOP, "an option is not understood", "check the names in store.storage_options"
-    ),
-    "untrusted": ErrorClass(
-        _STOP,
+    "options": ("an option is not understood", "check the names in store.storage_options"),
+    "untrusted": (
         "the server's TLS certificate is not trusted",
         "give its authority's PEM file as store.tls.ca_file",
     ),
-    "not_tls": ErrorClass(
-        _STOP,
+    "not_tls": (
         "the endpoint does not speak TLS as asked",
         "check whether store.endpoint should start with http:// rather than https://",
     ),
-    "package": ErrorClass(_STOP, "a Python package is missing", "install the one that is named"),
-    "refused": ErrorClass(
-        _LATER,
+    "package": ("a Python package is missing", "install the one that is named"),
+    "refused": (
         "the connection was refused",
         "check that the store is running and that store.endpoint has its host and port",
     ),
-    "unknown_host": ErrorClass(
-        _LATER, "the host name is not known", "check store.endpoint and this machine's DNS"
+    "unknown_host": (
+        "the host name is not known",
+        "check store.endpoint and this machine's DNS",
     ),
-    "connection": ErrorClass(
-        _LATER,
+    "connection": (
         "the connection failed",
         "check store.endpoint, store.proxy and the network to the store",
     ),
-    "slow": ErrorClass(
-        _LATER, "there was no answer in time", "check the network to the store and its load"
-    ),
-    "read_only": ErrorClass(
-        _STOP,
+    "slow": ("there was no answer in time", "check the network to the store and its load"),
+    "read_only": (
         "the folder cannot be written or read by this user",
         "change its owner or mode, mount it writable, or choose another store.url",
     ),
-    "not_a_folder": ErrorClass(
-        _STOP, "a file stands where a folder is needed", "move it, or choose another store.url"
+    "not_a_folder": (
+        "a file stands where a folder is needed",
+        "move it, or choose another store.url",
     ),
-    "unsupported": ErrorClass(
-        _STOP, "the store cannot do that", "choose another store, or see the detail"
-    ),
-    "other": ErrorClass(_LATER, "the store failed", f"see the detail; {_RETRIED}"),
+    "unsupported": ("the store cannot do that", "choose another store, or see the detail"),
+    "other": ("the store failed", f"see the detail; {_RETRIED}"),
 }
-"""By cause, which is also what failures are counted as."""
+"""What happened and the remedy, by cause, which is also what failures are counted as."""
+_ERRORS: Final[dict[str, type[TierError]]] = {
+    "missing": ChunkMissing,
+    "truncated": ImageTruncated,
+    "exists": ObjectExists,
+    "full": TierFull,
+}
+"""All other causes are `TierUnavailable`."""
+_RETRYABLE: Final = frozenset(
+    ("busy", "not_found", "garbled", "refused", "unknown_host", "connection", "slow", "other")
+)
 
 
 def _causes(words: Mapping[str, str]) -> dict[str, str]:
@@ -230,35 +202,36 @@ _BY_TYPE: Final = _causes(
     }
 )
 _CONNECTION_TYPES: Final = frozenset(
-    (
-        "EndpointConnectionError",
-        "ConnectionClosedError",
-        "ClientPayloadError",
-        "IncompleteReadError",
-        "ServerDisconnectedError",
-        "ServiceRequestError",
-        "ServiceResponseError",
-        "ProxyError",
-    )
+    "EndpointConnectionError ConnectionClosedError ClientPayloadError IncompleteReadError "
+    "ServerDisconnectedError ServiceRequestError ServiceResponseError ProxyError".split()
+)
+_BY_BASE: Final = (
+    (socket.gaierror, "unknown_host"),
+    (ImportError, "package"),
+    (TypeError, "options"),
+    (FileNotFoundError, "missing"),
+    (FileExistsError, "exists"),
+    (PermissionError, "read_only"),
+    (TimeoutError, "slow"),
 )
 # obstore's text about a request that was never answered; the first match counts.
-_BY_TEXT: Final = (
-    ("ertificate", "untrusted"),
-    ("InvalidContentType", "not_tls"),
-    ("corrupt message", "not_tls"),
-    ("dns error", "unknown_host"),
-    ("Connection refused", "refused"),
-    ("timed out", "slow"),
-    ("TimedOut", "slow"),
-    ("CredentialsError", "no_credentials"),
-    ("ProfileNotFound", "no_credentials"),
-    ("token request", "no_credentials"),
-    ("credential", "no_credentials"),
-    ("response body error", "connection"),
-    ("error sending request", "connection"),
-    ("error decoding response body", "connection"),
-    ("onnection", "connection"),
-)
+_BY_TEXT: Final = {
+    "ertificate": "untrusted",
+    "InvalidContentType": "not_tls",
+    "corrupt message": "not_tls",
+    "dns error": "unknown_host",
+    "Connection refused": "refused",
+    "timed out": "slow",
+    "TimedOut": "slow",
+    "CredentialsError": "no_credentials",
+    "ProfileNotFound": "no_credentials",
+    "token request": "no_credentials",
+    "credential": "no_credentials",
+    "response body error": "connection",
+    "error sending request": "connection",
+    "error decoding response body": "connection",
+    "onnection": "connection",
+}
 
 
 class Secrets:
@@ -277,7 +250,7 @@ class Secrets:
 
 
 def hide_user_info(text: str) -> str:
-    """`text` with every `user:password@` of a URL taken out."""
+    """`text` without the `user:password@` of URLs."""
     return _USER_INFO.sub("***@", text)
 
 
@@ -294,28 +267,13 @@ def _secret_values(value: object, *, secret: bool) -> Iterator[str]:
 def translate(error: Exception, doing: str, secrets: Secrets) -> TierError:
     """The tier's error for `error`, which stopped `doing` (such as "write s3://b/p/name")."""
     cause = _cause(error)
-    condition = CONDITIONS[cause]
+    what, remedy = CONDITIONS[cause]
     said = f"{type(error).__name__}: {error}".split(_OBSTORE_DETAIL, 1)[0]
     detail = secrets.hide(" ".join(said.split()))[:DETAIL_CHARACTERS_MAX]
-    message = f"{doing}: {condition.what} ({detail}); {condition.remedy}"
-    match condition.kind:
-        case ErrorKind.MISSING:
-            return ChunkMissing(message)
-        case ErrorKind.EMPTY:
-            return ImageTruncated(message)
-        case ErrorKind.EXISTS:
-            return ObjectExists(message)
-        case ErrorKind.FULL:
-            return TierFull(message)
-        case ErrorKind.LATER:
-            return TierUnavailable(message, retryable=True, cause=cause)
-        case ErrorKind.STOP:
-            return TierUnavailable(message, retryable=False, cause=cause)
-
-
-def judge(error: Exception) -> ErrorClass:
-    """The condition that `error` reports."""
-    return CONDITIONS[_cause(error)]
+    message = f"{doing}: {what} ({detail}); {remedy}"
+    if cause in _ERRORS:
+        return _ERRORS[cause](message)
+    return TierUnavailable(message, retryable=cause in _RETRYABLE, cause=cause)
 
 
 def is_missing(error: Exception) -> bool:
@@ -325,22 +283,16 @@ def is_missing(error: Exception) -> bool:
 
 def _cause(error: Exception) -> str:
     """The store's own words count more than what a client made of them."""
-    chain = list(_chain(error))
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and len(chain) < CHAIN_LENGTH_MAX:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
     for rule in (_by_obstore, _by_answer, _by_tls, _by_type, _by_os, _by_connection):
-        for link in chain:
-            cause = rule(link)
-            if cause is not None:
+        for one in chain:
+            if (cause := rule(one)) is not None:
                 return cause
     return "other"
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    link: BaseException | None = error
-    for _ in range(CHAIN_LENGTH_MAX):
-        if link is None:
-            return
-        yield link
-        link = link.__cause__ or link.__context__
 
 
 def _by_obstore(error: BaseException) -> str | None:
@@ -354,7 +306,7 @@ def _by_obstore(error: BaseException) -> str | None:
         return _BY_CODE[code[1]]
     if status is not None and "token request" not in text:
         return _by_status(int(status[1]))
-    return next((cause for words, cause in _BY_TEXT if words in text), None)
+    return next((cause for words, cause in _BY_TEXT.items() if words in text), None)
 
 
 def _by_status(status: int) -> str | None:
@@ -371,26 +323,16 @@ def _by_answer(error: BaseException) -> str | None:
     if isinstance(response, dict):
         answer: dict[str, dict[str, object]] = response
         code = str(answer.get("Error", {}).get("Code", ""))
-        found = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        status = found if isinstance(found, int) else 0
         # A HEAD has no body, so botocore puts the status where the code belongs.
-        status = int(code) if code.isdecimal() else status
+        found = [code, answer.get("ResponseMetadata", {}).get("HTTPStatusCode")]
     else:
-        status = _status_of(error)
         # An enum in Azure's client; its text is the code.
         code = str(getattr(error, "error_code", None) or "").rsplit(".", 1)[-1]
-    return _BY_CODE.get(code) or _by_status(status)
-
-
-def _status_of(error: BaseException) -> int:
-    """The HTTP status that clients other than botocore keep on their errors, or 0."""
-    # gcsfs has it in `code`, but so have aiohttp's parse errors, which no server answered.
-    names = ("code",) if type(error).__name__ == "HttpError" else ("status", "status_code")
-    for name in names:
-        value = getattr(error, name, None)
-        if isinstance(value, int) and 300 <= value < 600:
-            return value
-    return 0
+        # gcsfs has it in `code`, but so have aiohttp's parse errors, which no server answered.
+        names = ("code",) if type(error).__name__ == "HttpError" else ("status", "status_code")
+        found = [getattr(error, name, None) for name in names]
+    status = next((one for one in map(str, found) if _STATUS.fullmatch(one)), "0")
+    return _BY_CODE.get(code) or _by_status(int(status))
 
 
 def _by_tls(error: BaseException) -> str | None:
@@ -408,28 +350,17 @@ def _by_type(error: BaseException) -> str | None:
 
 
 def _by_os(error: BaseException) -> str | None:
-    if isinstance(error, socket.gaierror):
-        return "unknown_host"
     if isinstance(error, OSError) and error.errno in _BY_ERRNO:
         return _BY_ERRNO[error.errno]
-    for kind, cause in (
-        (ImportError, "package"),
-        (TypeError, "options"),
-        (FileNotFoundError, "missing"),
-        (FileExistsError, "exists"),
-        (PermissionError, "read_only"),
-        (TimeoutError, "slow"),
-    ):
-        if isinstance(error, kind):
-            return cause
-    if isinstance(error, OSError):
+    found = next((cause for base, cause in _BY_BASE if isinstance(error, base)), None)
+    if found is None and isinstance(error, OSError):
         # gcsfs makes one of a 403, without errno.
         if str(error).startswith("Forbidden: "):
             return "forbidden"
         # Several addresses tried and all refused: asyncio joins them into one without errno.
         if "Errno 111" in str(error):
             return "refused"
-    return None
+    return found
 
 
 def _by_connection(error: BaseException) -> str | None:

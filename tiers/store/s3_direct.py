@@ -118,7 +118,7 @@ class NotUnderstoodError(Exception):
 
 
 class AnswerError(Exception):
-    """The server refused. `response` has botocore's shape, which `errors.judge` reads."""
+    """The server refused. `response` has botocore's shape, which `errors.py` reads."""
 
     def __init__(self, status: int, body: bytes) -> None:
         code, message = _CODE.search(body), _MESSAGE.search(body)
