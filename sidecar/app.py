@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
     from sidecar.config.model import Config
     from tiers.pool.host_pool import HostPool
-    from tiers.store.middleware.metering import Metered
+    from tiers.store.middleware import Metered
 
 STOP_SIGNALS: Final = (
     signal.SIGTERM,

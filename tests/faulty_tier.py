@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, TypeVar
 import anyio
 
 from tiers.errors import ChunkMissing, TierUnavailable
-from tiers.store.middleware.wrapper import Wrapper
+from tiers.store.middleware import Wrapper
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from tiers.store.client import Bytes, Seen
-    from tiers.store.middleware.wrapper import Verb
+    from tiers.store.middleware import Verb
     from tiers.store.object_tier import ObjectTier
 
 T = TypeVar("T")

@@ -53,7 +53,7 @@ from tiers.store.obstore_client import ObstoreClient
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from tiers.store.middleware.metering import Metered
+    from tiers.store.middleware import Metered
 
 MIB: Final = 1 << 20
 READS: Final = 16

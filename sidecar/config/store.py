@@ -41,7 +41,6 @@ from tiers.store.access import (
     check,
     chosen_backend,
 )
-from tiers.store.middleware.billing import Operation, PriceTable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -172,17 +171,6 @@ class PriceSettings(Section):
     """One GB read."""
     gb_written: Price = 0.0
     """One GB written."""
-
-    def table(self) -> PriceTable:
-        """The prices in the form of the estimate."""
-        per_1000: dict[Operation, float] = {
-            "list": self.list,
-            "get": self.get,
-            "put": self.put,
-            "delete": self.delete,
-            "head": self.head,
-        }
-        return PriceTable(per_1000, self.gb_month, self.gb_read, self.gb_written)
 
 
 class StoreSettings(Section):

@@ -27,7 +27,7 @@ from sidecar.observe.metric_table import COUNTERS, GAUGES
 from sidecar.service.watchdog import PROBLEMS
 from tiers.catalog.retention import REASONS
 from tiers.catalog.usage import Usage
-from tiers.store.middleware.billing import OPERATIONS
+from tiers.store.middleware import OPERATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -180,11 +180,9 @@ def _store(dispatcher: Dispatcher, now: EngineSnapshot) -> Values:
         },
         "store_retries": store.retried(),
         "store_entries_skipped": store.entries_skipped,
+        "store_requests": {name: store.billed.requests[name] for name in OPERATIONS},
+        "store_request_bytes": {name: store.billed.num_bytes[name] for name in ("get", "put")},
     }
-    if store.billed is not None:
-        values["store_requests"] = {name: store.billed.requests[name] for name in OPERATIONS}
-        moved = {name: store.billed.num_bytes[name] for name in ("get", "put")}
-        values["store_request_bytes"] = moved
     return values
 
 

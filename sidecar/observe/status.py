@@ -21,19 +21,22 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from sidecar.observe.metrics import held_in_store, version
 from sidecar.protocol import PROTOCOL_VERSION
 from sidecar.sessions.model_names import model_name
-from tiers.store.middleware.billing import monthly
+from tiers.store.middleware import OPERATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from sidecar.config.store import PriceSettings
     from sidecar.core.commands import Counters, EngineSnapshot
     from sidecar.service.dispatcher import Dispatcher
     from sidecar.service.watchdog import Watchdog
     from sidecar.sessions.namespaces import RealmLayout
-    from tiers.store.middleware.metering import Metered
+    from tiers.store.middleware import Billed, Metered
 
 SAMPLE_SECONDS: Final = 5.0
 WINDOW_SECONDS: Final = 60.0
+MONTH_SECONDS: Final = 30 * 86_400.0
+GIGABYTE: Final = 10**9
 _DIRECTIONS: Final = ("stored", "loaded", "written", "read")
 _LOADS_MISSED: Final = ("dropped_full", "missing", "corrupt", "failed", "revoked", "expired")
 
@@ -182,8 +185,8 @@ class SidecarStatus:
             "listings": watch.listings,
             "catalog": _catalog(dispatcher),
             "collection": _collection(dispatcher),
-            "requests": {} if store.billed is None else dict(store.billed.requests),
-            "request_bytes": {} if store.billed is None else dict(store.billed.num_bytes),
+            "requests": dict(store.billed.requests),
+            "request_bytes": dict(store.billed.num_bytes),
             "monthly_bill": self._bill(store),
             "retries": store.retried(),
             "verbs": {
@@ -194,15 +197,31 @@ class SidecarStatus:
     def _bill(self, store: Metered) -> Document | None:
         """An estimate; None without prices in the configuration."""
         catalogs, settings = self._dispatcher.catalogs, self._dispatcher.config.store
-        if store.billed is None or catalogs is None or settings is None or settings.prices is None:
+        if catalogs is None or settings is None or settings.prices is None:
             return None
-        items = monthly(
-            settings.prices.table(),
-            store.billed,
-            stored_bytes=catalogs.total_usage.size_bytes,
-            seconds=time.monotonic() - self._started,
-        )
+        stored_bytes = catalogs.total_usage.size_bytes
+        seconds = time.monotonic() - self._started
+        items = monthly(settings.prices, store.billed, stored_bytes=stored_bytes, seconds=seconds)
         return {"currency": settings.prices.currency, **items}
+
+
+def monthly(
+    prices: PriceSettings, billed: Billed, *, stored_bytes: int, seconds: float
+) -> dict[str, float]:
+    """Costs of a month that goes on like the last `seconds`, by item, with their `total`.
+
+    Requests are this sidecar's; stored bytes are those of all sidecars.
+    """
+    scale = MONTH_SECONDS / max(seconds, 1.0)
+    items = {
+        f"{name}_requests": billed.requests[name] / 1000 * getattr(prices, name) * scale
+        for name in OPERATIONS
+    }
+    items["read"] = billed.num_bytes["get"] / GIGABYTE * prices.gb_read * scale
+    items["written"] = billed.num_bytes["put"] / GIGABYTE * prices.gb_written * scale
+    items["stored"] = stored_bytes / GIGABYTE * prices.gb_month
+    items["total"] = sum(items.values())
+    return {name: round(value, 4) for name, value in items.items()}
 
 
 def _pick(source: object, *names: str) -> Document:

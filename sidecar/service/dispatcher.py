@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from sidecar.events.sockets import EventSockets
     from sidecar.transport.job_socket import JobSocket
     from tiers.pool.host_pool import HostPool
-    from tiers.store.middleware.metering import Metered
+    from tiers.store.middleware import Metered
 
 JOBS_SLACK: Final = 4
 """Jobs that a session may have here, in multiples of its jobs in flight: a worker stops counting a

@@ -1,6 +1,6 @@
 """The store as the sidecar uses it: the tier inside its wrappers, from the configuration.
 
-Owns the order of the wrappers. Does not own the wrappers (`tiers/store/middleware/`).
+Owns the order of the wrappers. Does not own the wrappers (`tiers/store/middleware.py`).
 
 Invariant: from the outside in, the order is Metered, Deadline, Retrying, ConcurrencyLimited,
 RateLimited, Billed. The deadline (`store.deadline_seconds_max`) includes retries and the wait for a
@@ -15,11 +15,15 @@ from typing import TYPE_CHECKING, Final
 from sidecar.errors import StartError
 from tiers.errors import TierError
 from tiers.store.access import names_per_removal
-from tiers.store.middleware.billing import Billed
-from tiers.store.middleware.deadline import DELETED_TOGETHER_MAX, Deadline
-from tiers.store.middleware.limits import ConcurrencyLimited, RateLimited
-from tiers.store.middleware.metering import Metered
-from tiers.store.middleware.retrying import Retrying
+from tiers.store.middleware import (
+    DELETED_TOGETHER_MAX,
+    Billed,
+    ConcurrencyLimited,
+    Deadline,
+    Metered,
+    RateLimited,
+    Retrying,
+)
 from tiers.store.object_tier import ObjectTier, UrlObjects
 
 if TYPE_CHECKING:

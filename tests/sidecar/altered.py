@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sidecar import cli
 from tests import places
-from tiers.store.middleware.wrapper import Verb, Wrapper
+from tiers.store.middleware import Verb, Wrapper
 
 if TYPE_CHECKING:
     from tiers.store.object_tier import ObjectTier

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-from tiers.store.middleware.wrapper import Verb, Wrapper
+from tiers.store.middleware import Verb, Wrapper
 from tiers.store.object_tier import Abilities
 
 if TYPE_CHECKING:

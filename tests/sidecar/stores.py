@@ -13,7 +13,7 @@ from tests.sidecar.client import NAMESPACE, key_of, layout_of
 from tiers.catalog.log import new_writer
 from tiers.catalog.names import LogName, catalog_folder, log_name, namespace_prefix
 from tiers.catalog.rows import Row, digest_of, encode, rows_of
-from tiers.store.middleware.wrapper import Verb, Wrapper
+from tiers.store.middleware import Verb, Wrapper
 
 if TYPE_CHECKING:
     from tiers.store.object_tier import ObjectTier

@@ -22,7 +22,7 @@ from tests.sidecar.client import (
 )
 from tiers.errors import TierUnavailable
 from tiers.kv.index import FLAG_HOST, FLAG_STORE
-from tiers.store.middleware.wrapper import Verb, Wrapper
+from tiers.store.middleware import Verb, Wrapper
 
 if TYPE_CHECKING:
     from tiers.store.client import Bytes

@@ -17,7 +17,7 @@ from sidecar.exits import Exit
 from sidecar.protocol import LoadChunk, LoadJob, Outcome, StoreJob
 from tests.sidecar.client import RunningSidecar, Scheduler, Worker, config_in, key_of
 from tests.sidecar.stores import Stalled, announce
-from tiers.store.middleware.wrapper import Verb
+from tiers.store.middleware import Verb
 
 SHORT_SECONDS = 0.1
 NEVER = 1 << 40

@@ -132,7 +132,7 @@ def test_a_failed_start_is_3(short_directory: Path, what: str) -> None:
 STUCK = """
     from tests import places
     from tests.faulty_tier import Faulty, FaultRates
-    from tiers.store.middleware.limits import ConcurrencyLimited
+    from tiers.store.middleware import ConcurrencyLimited
     places.replace("ConcurrencyLimited", lambda tier, **limits: ConcurrencyLimited(
         Faulty(tier, seed=1, rates=FaultRates(stall=1.0, stall_seconds=3600)), **limits
     ))

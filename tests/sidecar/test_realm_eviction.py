@@ -41,7 +41,7 @@ from tests.sidecar.subscriber import Subscriber
 from tests.sidecar.test_groups import HybridWorker, hybrid_scheduler, store_of
 from tiers.kv.index import FLAG_HOST, FLAG_STORE
 from tiers.kv.layout import Segment
-from tiers.store.middleware.wrapper import Verb, Wrapper
+from tiers.store.middleware import Verb, Wrapper
 from tiers.store.object_tier import ObjectTier
 
 T = TypeVar("T")

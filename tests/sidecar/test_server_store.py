@@ -31,7 +31,7 @@ from tests.sidecar.client import (
     key_of,
 )
 from tiers.kv.index import FLAG_HOST, FLAG_STORE
-from tiers.store.middleware.wrapper import Verb, Wrapper
+from tiers.store.middleware import Verb, Wrapper
 from tiers.store.object_tier import ObjectTier
 
 T = TypeVar("T")

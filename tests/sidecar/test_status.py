@@ -6,8 +6,18 @@ from typing import Any
 
 import pytest
 
+from sidecar.config.store import PriceSettings
 from sidecar.core.commands import Counters
-from sidecar.observe.status import SAMPLE_SECONDS, WINDOW_SECONDS, Rates
+from sidecar.observe.status import (
+    GIGABYTE,
+    MONTH_SECONDS,
+    SAMPLE_SECONDS,
+    WINDOW_SECONDS,
+    Rates,
+    monthly,
+)
+from tiers.store.middleware import Billed
+from tiers.store.object_tier import UrlObjects
 
 
 class World:
@@ -58,3 +68,15 @@ def test_memory_is_fixed_and_asking_changes_nothing() -> None:
     assert len(kept) == 1 + WINDOW_SECONDS / SAMPLE_SECONDS
     assert world.document() == world.document()
     assert list(world.rates._samples) == kept  # noqa: SLF001
+
+
+def test_a_month_is_extrapolated() -> None:
+    billed = Billed(UrlObjects("memory://bill"))
+    billed.requests.update({"put": 1000, "get": 5000})
+    billed.num_bytes.update({"get": GIGABYTE})
+    prices = PriceSettings(list=1.0, get=0.5, put=2.0, gb_month=0.1, gb_read=3.0)
+    items = monthly(prices, billed, stored_bytes=20 * GIGABYTE, seconds=MONTH_SECONDS / 2)
+    assert (items["put_requests"], items["get_requests"]) == (4.0, 5.0)
+    assert (items["read"], items["stored"], items["total"]) == (6.0, 2.0, 17.0)
+    unused = Billed(UrlObjects("memory://bill"))
+    assert monthly(prices, unused, stored_bytes=0, seconds=0.0)["total"] == 0.0

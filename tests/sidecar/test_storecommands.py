@@ -29,7 +29,7 @@ from tests.sidecar.client import (
     key_of,
 )
 from tiers.kv.index import FLAG_STORE
-from tiers.store.middleware.metering import Metered
+from tiers.store.middleware import Metered
 from tiers.store.object_tier import UrlObjects
 
 QUICK: dict[str, Any] = {"refresh_seconds": 0.05, "catalog_flush": 0.05}

@@ -1,4 +1,4 @@
-"""Requests and bytes by operation, and what they come to."""
+"""Requests and bytes by operation."""
 
 from __future__ import annotations
 
@@ -9,15 +9,7 @@ import pytest
 from tests.faulty_tier import FaultRates, Faulty
 from tests.tiers.tier_suite import TierSuite, image_of, slot
 from tiers.errors import TierUnavailable
-from tiers.store.middleware.billing import (
-    GIGABYTE,
-    MONTH_SECONDS,
-    Billed,
-    Operation,
-    PriceTable,
-    monthly,
-)
-from tiers.store.middleware.retrying import Retrying
+from tiers.store.middleware import Billed, Retrying
 from tiers.store.object_tier import ObjectTier, UrlObjects
 
 
@@ -51,21 +43,3 @@ async def test_every_attempt_counts() -> None:
     with pytest.raises(TierUnavailable):
         await Retrying(billed, attempts_max=3, pause_seconds=0.0).write("v1/a", image_of(5))
     assert billed.requests["put"] == 3
-
-
-def test_a_month_is_extrapolated() -> None:
-    tier = memory()
-    tier.requests.update({"put": 1000, "get": 5000})
-    tier.num_bytes.update({"get": GIGABYTE})
-    per_1000: dict[Operation, float] = {
-        "list": 1.0,
-        "get": 0.5,
-        "put": 2.0,
-        "delete": 0.0,
-        "head": 0.0,
-    }
-    prices = PriceTable(per_1000, per_gb_month=0.1, per_gb_read=3.0, per_gb_written=0.0)
-    items = monthly(prices, tier, stored_bytes=20 * GIGABYTE, seconds=MONTH_SECONDS / 2)
-    assert (items["put_requests"], items["get_requests"]) == (4.0, 5.0)
-    assert (items["read"], items["stored"], items["total"]) == (6.0, 2.0, 17.0)
-    assert monthly(prices, memory(), stored_bytes=0, seconds=0.0)["total"] == 0.0

@@ -15,10 +15,7 @@ from tests.faulty_tier import FaultRates, Faulty
 from tests.tiers.tier_suite import NAME, TierSuite, image_of, sized, slot
 from tiers.errors import ChunkMissing, TierFull, TierUnavailable
 from tiers.store.client import Found
-from tiers.store.middleware.deadline import Deadline
-from tiers.store.middleware.limits import ConcurrencyLimited, RateLimited
-from tiers.store.middleware.metering import Metered
-from tiers.store.middleware.retrying import Retrying
+from tiers.store.middleware import ConcurrencyLimited, Deadline, Metered, RateLimited, Retrying
 from tiers.store.object_tier import Abilities, UrlObjects
 
 if TYPE_CHECKING:

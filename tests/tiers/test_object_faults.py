@@ -15,7 +15,7 @@ from tests.faulty_proxy import Fault, FaultyProxy
 from tests.harness.servers import S3Server
 from tests.tiers.tier_suite import NAME, image_of, slot
 from tiers.errors import ChunkCorrupt, ChunkMissing, TierUnavailable
-from tiers.store.middleware.deadline import Deadline
+from tiers.store.middleware import Deadline
 from tiers.store.object_tier import UrlObjects
 
 

@@ -19,7 +19,7 @@ from tests.tiers.tier_suite import NAME, TierSuite, image_of, slot
 from tiers.errors import ImageTruncated, TierUnavailable
 from tiers.store.access import Access, Folder
 from tiers.store.client import fill
-from tiers.store.middleware.retrying import Retrying
+from tiers.store.middleware import Retrying
 from tiers.store.object_tier import UrlObjects
 
 if TYPE_CHECKING:

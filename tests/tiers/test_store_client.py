@@ -17,7 +17,7 @@ import pytest
 from tests.tiers.tier_suite import NAME, image_of
 from tiers.errors import TierUnavailable
 from tiers.store.client import AbandonableThreads, run_to_end
-from tiers.store.middleware.deadline import Deadline
+from tiers.store.middleware import Deadline
 from tiers.store.object_tier import UrlObjects
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 Owns the table of conditions, the tables from error codes of S3, GCS and Azure, HTTP statuses, errno
 and exception types to them, and the removal of secrets from messages. Does not own retries
-(`middleware/`) and does no I/O.
+(`middleware.py`) and does no I/O.
 
 Invariants: every exception becomes a `TierError`; an unknown one is retryable, because retries are
 bounded and a wrong "stop" would turn the store off; a server's 404 is a miss only with the error
@@ -75,8 +75,7 @@ CONDITIONS: Final = {
     "busy": ("the store is busy or failing", _RETRIED),
     "not_found": (
         "a 404 came without the store's own error code for a missing object",
-        "check what answers at store.endpoint: an ingress or proxy before the store, or another "
-        "server",
+        "check what answers at store.endpoint: a proxy before the store, or another server",
     ),
     "garbled": ("the upload arrived damaged", _RETRIED),
     "request": (
@@ -201,9 +200,12 @@ _BY_TYPE: Final = _causes(
         "ReadTimeoutError ServerTimeoutError FSTimeoutError",
     }
 )
-_CONNECTION_TYPES: Final = frozenset(
-    "EndpointConnectionError ConnectionClosedError ClientPayloadError IncompleteReadError "
-    "ServerDisconnectedError ServiceRequestError ServiceResponseError ProxyError".split()
+_BY_CONNECTION: Final = _causes(
+    {
+        "connection": "EndpointConnectionError ConnectionClosedError ClientPayloadError "
+        "IncompleteReadError ServerDisconnectedError ServiceRequestError ServiceResponseError "
+        "ProxyError"
+    }
 )
 _BY_BASE: Final = (
     (socket.gaierror, "unknown_host"),
@@ -365,4 +367,4 @@ def _by_os(error: BaseException) -> str | None:
 
 def _by_connection(error: BaseException) -> str | None:
     # Last: an EndpointConnectionError says only that it failed; an OSError behind it says why.
-    return "connection" if type(error).__name__ in _CONNECTION_TYPES else None
+    return _BY_CONNECTION.get(type(error).__name__)

@@ -3,7 +3,7 @@
 Owns the protocol `ObjectTier` and its implementation `UrlObjects`: checks of names and memory, the
 probe, the translation of errors, and the choice of the client. Does not own the transfer
 (`folder.py`, `obstore_client.py`, `fsspec_client.py`), names (`tiers/catalog/`), retries, deadlines
-and counters (`middleware/`), or verification: a read gives bytes, not yet a chunk.
+and counters (`middleware.py`), or verification: a read gives bytes, not yet a chunk.
 
 Invariants: when `write` or `read` has returned or raised, cancelled or not, nothing touches the
 caller's memory any more; no name leaves the URL's folder; every failure is an error of

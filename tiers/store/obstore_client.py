@@ -4,7 +4,7 @@ Owns the obstore client of a store, the translation of `Access` for it, and when
 again. A body is sent from the slot's own memory by Rust threads that never take the GIL. What is
 read is copied into the slot off the event loop, or received there by `s3_direct.py` where that
 can. Does not own names, arguments or the meaning of errors (`object_tier.py`), retries
-(`middleware/`), nor finding S3 credentials (`aws_credentials.py`).
+(`middleware.py`), nor finding S3 credentials (`aws_credentials.py`).
 
 Invariants:
 

@@ -15,7 +15,7 @@ from tiers.catalog.manifest import Counts
 from tiers.catalog.names import catalog_folder, namespace_prefix
 from tiers.catalog.reader import CatalogReader
 from tiers.catalog.rows import Row
-from tiers.store.middleware.metering import Metered
+from tiers.store.middleware import Metered
 from tiers.store.object_tier import UrlObjects
 
 if TYPE_CHECKING:

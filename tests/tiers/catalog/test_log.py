@@ -16,8 +16,7 @@ from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.names import parse_log
 from tiers.catalog.rows import rows_of
 from tiers.errors import TierUnavailable
-from tiers.store.middleware.retrying import Retrying
-from tiers.store.middleware.wrapper import Verb, Wrapper
+from tiers.store.middleware import Retrying, Verb, Wrapper
 
 T = TypeVar("T")
 

@@ -31,15 +31,14 @@ from tiers.catalog.names import (
 from tiers.catalog.reader import CatalogReader
 from tiers.catalog.rows import Row, digest_of, encode, rows_of
 from tiers.errors import TierUnavailable
-from tiers.store.middleware.metering import Metered
-from tiers.store.middleware.wrapper import Wrapper
+from tiers.store.middleware import Metered, Wrapper
 from tiers.store.object_tier import ObjectTier, UrlObjects
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from pathlib import Path
 
-    from tiers.store.middleware.wrapper import Verb
+    from tiers.store.middleware import Verb
 
 T = TypeVar("T")
 

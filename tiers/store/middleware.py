@@ -1,0 +1,373 @@
+"""Wrappers of an object tier: counters, deadlines, retries and limits.
+
+Each class is an `ObjectTier` around an `ObjectTier` and does one thing. The caller chooses the
+order, which matters: a `Deadline` around `Retrying` bounds all attempts together, and one inside it
+bounds each attempt; with `ConcurrencyLimited` inside, either includes the wait for a turn;
+`Metered` counts what its caller sees, and `Billed`, right around the store, what is charged for.
+
+Invariants: a wrapper passes on every verb and error that it does not handle; it never runs two
+attempts of a call at a time, so the caller's memory has one user; it returns only after the inner
+call has ended.
+"""
+
+# ruff: noqa: ARG002 - not every wrapper needs the verb and the name
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import random
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Final, Literal, TypeVar, get_args
+
+import anyio
+
+from tiers.errors import TierError, TierExpired, TierUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+    from tiers.store.client import Bytes, Listing, Seen
+    from tiers.store.object_tier import Abilities, ObjectTier, UrlObjects
+
+T = TypeVar("T")
+Verb = Literal["probe", "write", "read", "list", "delete", "quarantine", "close"]
+VERBS: Final[tuple[Verb, ...]] = get_args(Verb)
+DELETED_TOGETHER_MAX: Final = 100
+"""Names that are deleted within one deadline; more are deleted in several steps."""
+Operation = Literal["list", "get", "put", "delete", "head"]
+OPERATIONS: Final[tuple[Operation, ...]] = get_args(Operation)
+PAGE_NAMES: Final = 1000
+_REQUESTS: Final[Mapping[Verb, tuple[Operation, ...]]] = {
+    "probe": ("put", "get", "put", "list", "delete"),
+    "write": ("put",),
+    "read": ("get",),
+    "list": ("list",),
+    "delete": (),
+    "quarantine": ("put", "delete"),
+    "close": (),
+}
+
+
+class Wrapper(abc.ABC):
+    """Routes every verb through `_around`."""
+
+    def __init__(self, inner: ObjectTier) -> None:
+        self._inner = inner
+
+    @property
+    def url(self) -> str:
+        """The inner tier's URL."""
+        return self._inner.url
+
+    @abc.abstractmethod
+    async def _around(self, verb: Verb, name: str, call: Callable[[], Awaitable[T]]) -> T:
+        """Run `call`, one attempt of `verb` on `name` ("" if it has none)."""
+
+    async def probe(self) -> Abilities:
+        """See `ObjectTier.probe`."""
+        return await self._around("probe", "", self._inner.probe)
+
+    async def write(self, name: str, image: Bytes, *, create: bool = False) -> None:
+        """See `ObjectTier.write`."""
+        await self._around("write", name, lambda: self._inner.write(name, image, create=create))
+
+    async def read(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
+        """See `ObjectTier.read`."""
+        return await self._around("read", name, lambda: self._inner.read(name, into, seen=seen))
+
+    async def list(
+        self, prefix: str, *, start_after: str = "", deep: bool = True, names_max: int | None = None
+    ) -> Listing:
+        """See `ObjectTier.list`."""
+        return await self._around(
+            "list",
+            prefix,
+            lambda: self._inner.list(
+                prefix, start_after=start_after, deep=deep, names_max=names_max
+            ),
+        )
+
+    async def delete(self, names: Sequence[str]) -> None:
+        """See `ObjectTier.delete`."""
+        first = names[0] if names else ""
+        await self._around("delete", first, lambda: self._inner.delete(names))
+
+    async def quarantine(self, name: str) -> None:
+        """See `ObjectTier.quarantine`."""
+        await self._around("quarantine", name, lambda: self._inner.quarantine(name))
+
+    async def close(self) -> None:
+        """See `ObjectTier.close`."""
+        await self._around("close", "", self._inner.close)
+
+
+class Deadline(Wrapper):
+    """Ends a verb that takes too long with a retryable `TierExpired`.
+
+    Each `deleted_together_max` names of a deletion have a deadline of their own. A listing has one:
+    long listings are requested in parts. The error is raised after the deadline if a worker thread
+    still touches the caller's memory.
+    """
+
+    def __init__(
+        self,
+        inner: ObjectTier,
+        *,
+        seconds_max: float,
+        deleted_together_max: int = DELETED_TOGETHER_MAX,
+    ) -> None:
+        super().__init__(inner)
+        self._seconds_max = seconds_max
+        self._deleted_together_max = deleted_together_max
+
+    async def delete(self, names: Sequence[str]) -> None:
+        """See `ObjectTier.delete`."""
+        step = self._deleted_together_max
+        for first in range(0, len(names), step):
+            await super().delete(names[first : first + step])
+
+    async def _around(self, verb: Verb, name: str, call: Callable[[], Awaitable[T]]) -> T:
+        with anyio.move_on_after(self._seconds_max):
+            return await call()
+        # Reached only if this scope was cancelled, and no outer one; a TimeoutError of the inner
+        # tier passes through.
+        target = f"{self.url}/{name}" if name else self.url
+        raise TierExpired(
+            f"{verb} {target}: not done after {self._seconds_max:g} s; check the network to the "
+            "store, or raise store.deadline_seconds_max",
+            retryable=True,
+        )
+
+
+class Retrying(Wrapper):
+    """Tries again what failed with a retryable `TierUnavailable`, after a growing random pause.
+
+    The pause before attempt n + 1 is uniform in [0, min(pause_seconds_max, pause_seconds * 2**n)]
+    ("full jitter": https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/), so
+    that clients which failed together do not come back together. `probe` is not retried: it
+    reports what is true now. `close` is not either.
+    """
+
+    def __init__(
+        self,
+        inner: ObjectTier,
+        *,
+        attempts_max: int = 4,
+        pause_seconds: float = 0.1,
+        pause_seconds_max: float = 2.0,
+        rng: random.Random | None = None,
+        sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
+    ) -> None:
+        super().__init__(inner)
+        self._attempts_max = attempts_max
+        self._pause_seconds = pause_seconds
+        self._pause_seconds_max = pause_seconds_max
+        self._rng = rng or random.Random()  # noqa: S311 - spreads pauses, guards nothing
+        self._sleep = sleep
+        self.retried: dict[str, int] = {}
+        """Attempts that failed and were followed by another, by cause."""
+
+    async def read(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
+        """See `ObjectTier.read`."""
+        attempts = 0
+
+        def attempt() -> Awaitable[int]:
+            nonlocal attempts
+            attempts += 1
+            if attempts > 1 and seen is not None:
+                seen(0, 0, 0)
+            return self._inner.read(name, into, seen=seen)
+
+        return await self._around("read", name, attempt)
+
+    async def _around(self, verb: Verb, name: str, call: Callable[[], Awaitable[T]]) -> T:
+        attempts_max = 1 if verb in {"probe", "close"} else self._attempts_max
+        for attempt in range(attempts_max - 1):
+            try:
+                return await call()
+            except TierUnavailable as error:
+                if not error.retryable:
+                    raise
+                self.retried[error.cause] = self.retried.get(error.cause, 0) + 1
+            # 2**attempt must not overflow a float.
+            pause = min(self._pause_seconds_max, self._pause_seconds * 2.0 ** min(attempt, 62))
+            await self._sleep(self._rng.uniform(0.0, pause))
+        return await call()
+
+
+class ConcurrencyLimited(Wrapper):
+    """Bounds concurrent calls; others wait, in order.
+
+    Reads and listings, for which a prompt may be waiting, have their own limit, so that a backlog
+    of writes never delays them. `probe` and `close` have none.
+    """
+
+    def __init__(self, inner: ObjectTier, *, writes_max: int, reads_max: int) -> None:
+        super().__init__(inner)
+        self._writes = anyio.Semaphore(writes_max)
+        self._reads = anyio.Semaphore(reads_max)
+
+    async def _around(self, verb: Verb, name: str, call: Callable[[], Awaitable[T]]) -> T:
+        if verb in {"probe", "close"}:
+            return await call()
+        async with self._reads if verb in {"read", "list"} else self._writes:
+            return await call()
+
+
+class RateLimited(Wrapper):
+    """Bounds the requests that begin in a second, evenly spread; others wait, in order.
+
+    A verb is one request, a deletion one for every `names_per_removal` names; `close` sends none.
+    A deletion waits for one turn after the other, so that other calls come in between.
+    """
+
+    def __init__(
+        self,
+        inner: ObjectTier,
+        *,
+        requests_per_second_max: float,
+        names_per_removal: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
+    ) -> None:
+        super().__init__(inner)
+        self._pause_seconds = 1.0 / requests_per_second_max
+        self._names_per_removal = names_per_removal
+        self._clock = clock
+        self._sleep = sleep
+        self._next = clock()
+
+    async def delete(self, names: Sequence[str]) -> None:
+        """See `ObjectTier.delete`."""
+        # `_around` takes the turn of the last request.
+        for _ in range((len(names) - 1) // self._names_per_removal):
+            await self._take_turn()
+        await super().delete(names)
+
+    async def _around(self, verb: Verb, name: str, call: Callable[[], Awaitable[T]]) -> T:
+        if verb != "close":
+            await self._take_turn()
+        return await call()
+
+    async def _take_turn(self) -> None:
+        # A call that is cancelled while it waits has used its turn.
+        now = self._clock()
+        turn = max(now, self._next)
+        self._next = turn + self._pause_seconds
+        if turn > now:
+            await self._sleep(turn - now)
+
+
+@dataclasses.dataclass(slots=True)
+class VerbCounts:
+    """Counts of one verb since the start. `num_bytes` counts payloads of calls that succeeded."""
+
+    calls: int = 0
+    succeeded: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+    inflight: int = 0
+    failures: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
+    """Calls that raised, by cause (`TierError.cause`, or the type of another exception)."""
+
+
+class Metered(Wrapper):
+    """Counts what its caller sees; changes nothing. Retries below it are in `retried`.
+
+    Args:
+        retrying, billed, objects: parts of `inner`, whose counts are shown with these.
+    """
+
+    def __init__(
+        self,
+        inner: ObjectTier,
+        *,
+        retrying: Retrying | None = None,
+        billed: Billed | None = None,
+        objects: UrlObjects | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        super().__init__(inner)
+        self.billed = billed or Billed(inner)
+        """What the store charges for."""
+        self._retried = {} if retrying is None else retrying.retried
+        self._objects = objects
+        self._clock = clock
+        self._counts: dict[Verb, VerbCounts] = {verb: VerbCounts() for verb in VERBS}
+
+    def retried(self) -> dict[str, int]:
+        """Attempts that failed and were followed by another, by cause."""
+        return dict(self._retried)
+
+    @property
+    def entries_skipped(self) -> int:
+        """Entries of a folder that listings omitted."""
+        return 0 if self._objects is None else self._objects.entries_skipped
+
+    def snapshot(self) -> dict[Verb, VerbCounts]:
+        """The counts of every verb at this moment."""
+        return {
+            verb: dataclasses.replace(counts, failures=dict(counts.failures))
+            for verb, counts in self._counts.items()
+        }
+
+    async def write(self, name: str, image: Bytes, *, create: bool = False) -> None:
+        """See `ObjectTier.write`."""
+        await super().write(name, image, create=create)
+        self._counts["write"].num_bytes += image.nbytes
+
+    async def _around(self, verb: Verb, name: str, call: Callable[[], Awaitable[T]]) -> T:
+        counts = self._counts[verb]
+        counts.calls += 1
+        counts.inflight += 1
+        start = self._clock()
+        try:
+            result = await call()
+        except BaseException as error:
+            cause = type(error).__name__ if isinstance(error, Exception) else "cancelled"
+            cause = error.cause if isinstance(error, TierError) else cause
+            counts.failures[cause] = counts.failures.get(cause, 0) + 1
+            raise
+        finally:
+            counts.inflight -= 1
+            counts.seconds += self._clock() - start
+        counts.succeeded += 1
+        # Only a read returns a size.
+        counts.num_bytes += result if isinstance(result, int) else 0
+        return result
+
+
+class Billed(Wrapper):
+    """Counts every request that reaches the store, and its bytes, by operation.
+
+    A verb counts as the requests that S3 needs for it: a listing is one for each 1000 names, a
+    deletion one for each 1000 objects, a move a copy and a deletion. A request that failed counts
+    too: most stores charge for it.
+    """
+
+    def __init__(self, inner: ObjectTier) -> None:
+        super().__init__(inner)
+        self.requests: Counter[Operation] = Counter()
+        self.num_bytes: Counter[Operation] = Counter()
+
+    async def write(self, name: str, image: Bytes, *, create: bool = False) -> None:
+        """See `ObjectTier.write`."""
+        self.num_bytes["put"] += image.nbytes
+        await super().write(name, image, create=create)
+
+    async def delete(self, names: Sequence[str]) -> None:
+        """See `ObjectTier.delete`."""
+        self.requests["delete"] += -(-len(names) // PAGE_NAMES)
+        await super().delete(names)
+
+    async def _around(self, verb: Verb, name: str, call: Callable[[], Awaitable[T]]) -> T:
+        self.requests.update(_REQUESTS[verb])
+        result = await call()
+        # Only a read returns a size, and only a listing a list.
+        if isinstance(result, int):
+            self.num_bytes["get"] += result
+        elif isinstance(result, list):
+            self.requests["list"] += max(0, len(result) - 1) // PAGE_NAMES
+        return result
