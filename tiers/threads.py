@@ -1,16 +1,10 @@
 """Threads that receive, hash and copy: their priority, and how many compute at a time.
 
-Owns niceness of threads and a limit for computing ones. Does not own what threads do.
-
-A thread that received a piece needs the GIL to report and hash it. With a dozen of them, more than
-there are cores, the GIL is often handed to a thread without a core, and the event loop waits in the
-same queue: with sixteen readers on two cores it was 5 ms late once in a hundred times, with two
-1.5 ms. Threads over the limit wait in the kernel instead.
-
-Such threads also compete with the event loop, and the engine, for cores. At the same priority they
-delayed the loop by 3.2 to 3.7 ms once in a hundred times while it read at full rate, and at a lower
-one by 1.8 to 2.0 (two cores); beside two processes that never rest, by 9 to 15 ms, and at a lower
-one by 2 to 4.
+With a dozen computing threads, more than there are cores, the GIL is often handed to a thread
+without a core, and the event loop waits in the same queue: with sixteen readers on two cores it was
+5 ms late once in a hundred times, with two 1.5 ms. Threads over the limit wait in the kernel
+instead. At the priority of the event loop such threads delayed it by 3.2 to 3.7 ms once in a
+hundred times while it read at full rate, and at a lower one by 1.8 to 2.0 (two cores).
 """
 
 from __future__ import annotations
@@ -27,7 +21,6 @@ import anyio
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import TracebackType
 
 T = TypeVar("T")
 
@@ -46,7 +39,10 @@ def lower_priority() -> None:
     It keeps the priority for later work: lowering niceness is a privilege. Does nothing in a thread
     that runs an event loop.
     """
-    if getattr(_lowered, "done", False) or _runs_a_loop():
+    if getattr(_lowered, "done", False):
+        return
+    with contextlib.suppress(RuntimeError):
+        asyncio.get_running_loop()
         return
     _lowered.done = True
     thread = threading.get_native_id()
@@ -54,14 +50,6 @@ def lower_priority() -> None:
     with contextlib.suppress(OSError):
         niceness = os.getpriority(os.PRIO_PROCESS, thread)
         os.setpriority(os.PRIO_PROCESS, thread, min(niceness + NICENESS_ADDED, NICENESS_MAX))
-
-
-def _runs_a_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 class DedicatedThreads:
@@ -73,7 +61,7 @@ class DedicatedThreads:
     async def run_sync(
         self, work: Callable[[], T], *, limiter: anyio.CapacityLimiter, abandon_on_cancel: bool
     ) -> T:
-        """As `anyio.to_thread.run_sync`, in one of these."""
+        """As `anyio.to_thread.run_sync`."""
         async with limiter:
             ended = asyncio.get_running_loop().run_in_executor(self._threads, work)
             with anyio.CancelScope(shield=not abandon_on_cancel):
@@ -99,10 +87,5 @@ class ComputeLimiter:
     def __enter__(self) -> None:
         self._free.get()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._free.put(None)

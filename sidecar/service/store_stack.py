@@ -43,12 +43,7 @@ def open_store(settings: StoreSettings, wrap_store: WrapStore | None = None) -> 
     """
     url = f"{settings.url.rstrip('/')}/{settings.prefix}" if settings.prefix else settings.url
     try:
-        objects = UrlObjects(
-            url,
-            settings.access,
-            storage_options=settings.storage_options,
-            threads_max=settings.writes_inflight_max,
-        )
+        objects = UrlObjects(url, settings.access, storage_options=settings.storage_options)
     except TierError as error:
         raise StartError(f"store: {error}") from error
     tier: ObjectTier = objects if wrap_store is None else wrap_store(objects)

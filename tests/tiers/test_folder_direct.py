@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import pytest
 
+from tests import places
 from tests.tiers.tier_suite import NAME, TierSuite, image_of
 from tiers.errors import ImageTruncated, TierFull, TierUnavailable
 from tiers.store.access import Access, Folder
@@ -66,8 +67,8 @@ def direct_bytes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return moved
 
 
-def local(root: Path, **options: Any) -> LocalFolder:
-    return LocalFolder(str(root), Folder(), threads_max=2, **options)
+def local(root: Path) -> LocalFolder:
+    return LocalFolder(str(root), Folder())
 
 
 class TestDirectContract(TierSuite):
@@ -77,8 +78,8 @@ class TestDirectContract(TierSuite):
     async def tier(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> AsyncGenerator[UrlObjects]:
+        places.patch(monkeypatch, "DIRECT_BYTES_MIN", PAGE)
         tier = UrlObjects(f"file://{tmp_path}/direct")
-        tier.store = local(tmp_path / "direct", direct_bytes_min=PAGE)
         yield tier
         await tier.close()
 
@@ -90,11 +91,11 @@ async def test_whole_pages_go_directly_and_the_tail_does_not(
 ) -> None:
     store = local(tmp_path)
     image = filled(pages * PAGE + tail)
-    await store.put(NAME, image, create=False)
+    await store.write(NAME, image)
     assert (tmp_path / NAME).read_bytes() == image.tobytes()
     into = aligned(image.nbytes + 2 * PAGE)
     into[:] = 0xAB
-    assert await store.get(NAME, into) == image.nbytes
+    assert await store.read(NAME, into) == image.nbytes
     assert np.array_equal(into[: image.nbytes], image)
     assert np.all(into[image.nbytes :] == 0xAB), "bytes beyond the object are left alone"
     assert direct_bytes == {"write": pages * PAGE, "readv": pages * PAGE}
@@ -107,9 +108,9 @@ async def test_memory_that_begins_elsewhere_goes_through_the_cache(
 ) -> None:
     store = local(tmp_path)
     image = filled(DIRECT_BYTES_MIN + 100, offset)
-    await store.put(NAME, image, create=False)
+    await store.write(NAME, image)
     into = aligned(image.nbytes + 10, offset)
-    assert await store.get(NAME, into) == image.nbytes
+    assert await store.read(NAME, into) == image.nbytes
     assert np.array_equal(into[: image.nbytes], image)
     assert direct_bytes == {"write": 0, "readv": 0}
 
@@ -119,8 +120,8 @@ async def test_small_objects_go_through_the_cache(
 ) -> None:
     store = local(tmp_path)
     image = filled(DIRECT_BYTES_MIN - 1)
-    await store.put(NAME, image, create=False)
-    assert await store.get(NAME, aligned(image.nbytes)) == image.nbytes
+    await store.write(NAME, image)
+    assert await store.read(NAME, aligned(image.nbytes)) == image.nbytes
     assert direct_bytes == {"write": 0, "readv": 0}
 
 
@@ -134,10 +135,10 @@ async def test_the_settings_turn_it_off(tmp_path: Path, direct_bytes: dict[str, 
 
 async def test_an_object_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     store = local(tmp_path)
-    await store.put(NAME, filled(DIRECT_BYTES_MIN + PAGE), create=False)
+    await store.write(NAME, filled(DIRECT_BYTES_MIN + PAGE))
     into = aligned(DIRECT_BYTES_MIN)
     with pytest.raises(ImageTruncated, match="longer than its slot"):
-        await store.get(NAME, into)
+        await store.read(NAME, into)
     assert not into.any()
 
 
@@ -149,11 +150,12 @@ async def test_pieces_are_put_together(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(
         os, "readv", lambda fd, views: readv(fd, [views[0][: sizes[len(views[0]) % 4]]])
     )
-    store = local(tmp_path, direct_bytes_min=PAGE)
+    places.patch(monkeypatch, "DIRECT_BYTES_MIN", PAGE)
+    store = local(tmp_path)
     image = filled(20 * PAGE + 77)
-    await store.put(NAME, image, create=False)
+    await store.write(NAME, image)
     into = aligned(image.nbytes)
-    assert await store.get(NAME, into) == image.nbytes
+    assert await store.read(NAME, into) == image.nbytes
     assert np.array_equal(into, image)
 
 
@@ -175,10 +177,10 @@ def ramfs(tmp_path: Path) -> Iterator[Path | None]:
 
 async def round_trip(store: LocalFolder, root: Path) -> None:
     image = filled(DIRECT_BYTES_MIN + 10)
-    await store.put(NAME, image, create=False)
+    await store.write(NAME, image)
     assert (root / NAME).read_bytes() == image.tobytes()
     into = aligned(image.nbytes)
-    assert await store.get(NAME, into) == image.nbytes
+    assert await store.read(NAME, into) == image.nbytes
     assert np.array_equal(into, image)
     assert not store.direct, "it is not tried again for every object"
 

@@ -38,17 +38,17 @@ class TestMoving:
         root = "/moved"
         fs = kind(skip_instance_cache=True)
         files = FsspecClient(fs, root, creates=True)
-        await files.put("a/b", image_of(3_000_000), create=False)
+        await files.write("a/b", image_of(3_000_000))
         fs.store[f"{root}/a/b"].created = dt.datetime(2001, 1, 1, tzinfo=dt.UTC)
         began = time.time()
         await files.move("a/b", "quarantine/a/b")
-        [found] = await files.find("", start_after="", deep=True, names_max=None)
+        [found] = await files.list("")
         assert (found.name, found.size_bytes) == ("quarantine/a/b", 3_000_000)
         assert found.modified_seconds >= began
         assert fs.cat_file(f"{root}/quarantine/a/b") == image_of(3_000_000).tobytes()
         with pytest.raises(FileNotFoundError):
             await files.move("a/b", "quarantine/a/b")
-        assert len(await files.find("", start_after="", deep=True, names_max=None)) == 1
+        assert len(await files.list("")) == 1
         fs.rm(root, recursive=True)
 
 

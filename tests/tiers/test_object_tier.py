@@ -74,7 +74,7 @@ class TestLocal(TierSuite):
 class TestLocalSynced(TierSuite):
     @pytest.fixture
     async def tier(self, tmp_path: Path) -> AsyncGenerator[UrlObjects]:
-        tier = UrlObjects(f"file://{tmp_path}/", Access(folder=Folder(fsync=True)), threads_max=1)
+        tier = UrlObjects(f"file://{tmp_path}/", Access(folder=Folder(fsync=True)))
         yield tier
         await tier.close()
 

@@ -1,8 +1,7 @@
 """How a site reaches its object store: the settings that mean the same on every client.
 
 Owns `Access` and its parts, which client serves which URL (`chosen_backend`), and which settings a
-provider and a client can follow (`check`). Does not own the translation for a client
-(`obstore_client.py`, `fsspec_client.py`). Does no I/O.
+provider and a client can follow (`check`). Does not own the translation for a client. Does no I/O.
 
 Invariants: an `Access` that passed `check` is followed in full by the backend that was chosen for
 it, or the store does not open; no message contains a credential; every message names the setting as
@@ -14,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 from urllib.parse import urlsplit
 
 from tiers.errors import TierUnavailable
@@ -47,33 +46,31 @@ _WORDS: Final = {"s3": "S3", "gcs": "GCS", "azure": "Azure", "folder": "a folder
 _OFFLINE_CLASSES: Final = ("GLACIER", "DEEP_ARCHIVE")
 _AZURE_TIERS: Final = ("Hot", "Cool", "Cold")
 
-_CREDENTIALS: Final[
-    dict[tuple[Provider, CredentialsKind], tuple[tuple[tuple[str, str], ...], str]]
-] = {
+_CREDENTIALS: Final[dict[tuple[Provider, CredentialsKind], tuple[str, tuple[str, ...]]]] = {
     ("s3", "static"): (
-        (("access_key secret_key", "session_token"),),
         "access_key and secret_key",
+        ("access_key secret_key [session_token]",),
     ),
-    ("s3", "profile"): ((("profile", ""),), "profile"),
+    ("s3", "profile"): ("profile", ("profile",)),
     ("s3", "role"): (
-        (("role_arn", "web_identity_token_file role_session_name external_id profile"),),
         "role_arn",
+        ("role_arn [web_identity_token_file] [role_session_name] [external_id] [profile]",),
     ),
-    ("gcs", "static"): ((("key_file", ""), ("token", "")), "either key_file or token"),
+    ("gcs", "static"): ("either key_file or token", ("key_file", "token")),
     ("azure", "static"): (
-        (("account_key", ""), ("sas_token", ""), ("tenant_id client_id client_secret", "")),
         "account_key, or sas_token, or tenant_id with client_id and client_secret",
+        ("account_key", "sas_token", "tenant_id client_id client_secret"),
     ),
     ("azure", "role"): (
-        (("", "client_id"), ("tenant_id client_id web_identity_token_file", "")),
         (
             "nothing or client_id (managed identity), or tenant_id, client_id and "
             "web_identity_token_file (workload identity)"
         ),
+        ("[client_id]", "tenant_id client_id web_identity_token_file"),
     ),
 }
-"""Alternatives of each kind of credentials, as required and optional fields, and what to say if
-none fits. `auto` and `anonymous` take no fields."""
+"""By kind of credentials: what it needs, in words and as alternatives, whose optional fields are in
+brackets. `auto` and `anonymous` take no fields."""
 
 _CLOUD_ONLY: Final = "it is for s3://, gs:// and az://"
 _SETTINGS: Final[dict[str, tuple[str, tuple[Provider, ...], str]]] = {
@@ -206,6 +203,11 @@ def install(extra: str) -> str:
     return f"in a clone of kvlake: pip install '.[{extra}]'"
 
 
+def present(**options: Any) -> dict[str, Any]:
+    """The options that have a value: clients take no None for a default."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
 def names_per_removal(url: str, access: Access, storage_options: Mapping[str, object]) -> int:
     """How many objects one request removes, by the client that serves `url`."""
     backend, provider = chosen_backend(url, access, storage_options), provider_of(url)
@@ -220,26 +222,23 @@ def chosen_backend(url: str, access: Access, storage_options: Mapping[str, objec
     `auto` takes obstore if it is installed and nothing is set that only fsspec understands:
     `storage_options`, or a kind of store that obstore has no client for.
     """
-    provider = provider_of(url)
+    provider, problem = provider_of(url), ""
+    if provider not in CLOUDS:
+        problem = (
+            "store.backend=obstore: obstore serves s3://, gs:// and az:// here; write "
+            "store.backend: fsspec (or auto)"
+        )
+    elif storage_options:
+        problem = (
+            "store.storage_options: store.backend=obstore takes none; write store.backend: "
+            "fsspec, or use the settings of store (endpoint, credentials, tls and others)"
+        )
+    elif not installed("obstore"):
+        problem = f"store.backend=obstore: obstore is not installed; {install(provider)}"
+    if not problem and access.backend != "fsspec":
+        return "obstore"
     if access.backend == "obstore":
-        if provider not in CLOUDS:
-            raise AccessError(
-                "store.backend=obstore: obstore serves s3://, gs:// and az:// here; write "
-                "store.backend: fsspec (or auto)"
-            )
-        if storage_options:
-            raise AccessError(
-                "store.storage_options: store.backend=obstore takes none; write store.backend: "
-                "fsspec, or use the settings of store (endpoint, credentials, tls and others)"
-            )
-        if not installed("obstore"):
-            raise AccessError(
-                f"store.backend=obstore: obstore is not installed; {install(provider)}"
-            )
-        return "obstore"
-    able = provider in CLOUDS and not storage_options and installed("obstore")
-    if access.backend == "auto" and able:
-        return "obstore"
+        raise AccessError(problem)
     package = _FSSPEC_PACKAGE.get(provider)
     if package is not None and not installed(package):
         raise AccessError(
@@ -250,10 +249,16 @@ def chosen_backend(url: str, access: Access, storage_options: Mapping[str, objec
 
 def check(url: str, access: Access, backend: Backend) -> None:
     """Raise `AccessError` if a setting means nothing to this provider or client."""
-    provider = provider_of(url)
+    provider, plain = provider_of(url), Access()
     if provider in CLOUDS:
         _check_credentials(provider, access.credentials)
-    _check_settings(provider, access)
+    for attribute, (name, providers, why) in _SETTINGS.items():
+        given = getattr(access, attribute) != getattr(plain, attribute)
+        if given and provider not in providers:
+            elsewhere = ", or set it in store.storage_options" if provider == "other" else ""
+            raise AccessError(
+                f"store.{name}: {why}; leave it out for {_words(provider)}{elsewhere}"
+            )
     if provider == "azure" and not (access.account or azure_account(url)):
         raise AccessError(
             "store.account: Azure needs the storage account's name; give it here, or write "
@@ -270,16 +275,6 @@ def check(url: str, access: Access, backend: Backend) -> None:
         )
     if access.storage_class is not None:
         _check_storage_class(provider, access.storage_class, backend)
-
-
-def _check_settings(provider: Provider, access: Access) -> None:
-    """Refuse what is set and has no meaning for the provider."""
-    plain = Access()
-    for attribute, (name, providers, why) in _SETTINGS.items():
-        if provider in providers or getattr(access, attribute) == getattr(plain, attribute):
-            continue
-        elsewhere = ", or set it in store.storage_options" if provider == "other" else ""
-        raise AccessError(f"store.{name}: {why}; leave it out for {_words(provider)}{elsewhere}")
 
 
 def azure_account(url: str) -> str | None:
@@ -306,30 +301,34 @@ def _check_storage_class(provider: Provider, name: str, backend: Backend) -> Non
 
 
 def _check_credentials(provider: Provider, credentials: Credentials) -> None:
-    kind, given = credentials.kind, credentials.given()
-    found, needs = _CREDENTIALS.get((provider, kind), ((("", ""),), ""))
+    kind, given = credentials.kind, set(credentials.given())
+    needs, alternatives = _CREDENTIALS.get((provider, kind), ("", ("",)))
     if not needs and kind in ("static", "profile", "role"):
         kinds = [one for who, one in _CREDENTIALS if who == provider]
         raise AccessError(
             f"store.credentials.kind={kind}: {_words(provider)} has no such kind; write one of "
             f"auto, {', '.join(kinds)} or anonymous"
         )
-    alternatives = [(set(required.split()), set(more.split())) for required, more in found]
-    allowed = sorted(set().union(*(required | more for required, more in alternatives)))
-    for name in given:
+    allowed = sorted({word.strip("[]") for one in alternatives for word in one.split()})
+    for name in credentials.given():
         if name not in allowed:
             takes = f"takes {', '.join(allowed)}" if allowed else "takes no further field"
             raise AccessError(
                 f"store.credentials.{name}: kind={kind} of {_words(provider)} {takes}; change "
                 "kind, or leave it out"
             )
-    if not any(required <= set(given) <= required | more for required, more in alternatives):
+    if not any(_fits(given, one.split()) for one in alternatives):
         raise AccessError(f"store.credentials: kind={kind} of {_words(provider)} needs {needs}")
     if kind in ("profile", "role") and provider == "s3" and not installed("botocore"):
         raise AccessError(
             f"store.credentials.kind={kind}: it needs botocore, which is not installed; "
             f"{install('s3')}"
         )
+
+
+def _fits(given: set[str], fields: list[str]) -> bool:
+    required = {field for field in fields if not field.startswith("[")}
+    return required <= given <= {field.strip("[]") for field in fields}
 
 
 def _words(provider: Provider) -> str:

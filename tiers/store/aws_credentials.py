@@ -1,9 +1,8 @@
 """S3 credentials by profile, role, environment and instance, the same for every client.
 
 Owns finding, assuming and renewing credentials, and the forms in which clients take them. botocore
-knows every way that AWS documents (profiles with sources, single sign-on, web identity, containers,
-instances); obstore alone knows fewer, and its own botocore providers neither read a file again nor
-reach STS through the store's proxy. Does not own static and anonymous credentials.
+knows every way that AWS documents; obstore alone knows fewer, and its own botocore providers
+neither read a file again nor reach STS through the store's proxy.
 
 Invariants: credentials are looked up when a request first needs them, and a role's again shortly
 before they end; those that somebody else renews in a file are read again within `REREAD_SECONDS`;
@@ -76,14 +75,12 @@ class AwsCredentials:
 
     def __call__(self) -> Credential:
         """Credentials that are good now. Raises botocore's errors."""
-        if self._found is not None:
-            if dt.datetime.now(dt.UTC) < self._reread_at:
-                return self._found
-            if not self._looking.acquire(blocking=False):
-                # Another thread asks. Until it has an answer these may be good still.
-                return self._found
-        else:
+        found = self._found
+        if found is None:
             self._looking.acquire()
+        # While another thread asks, what it found before may be good still.
+        elif dt.datetime.now(dt.UTC) < self._reread_at or not self._looking.acquire(blocking=False):
+            return found
         try:
             if self._found is None or dt.datetime.now(dt.UTC) >= self._reread_at:
                 keys = self._look_up()
@@ -96,28 +93,25 @@ class AwsCredentials:
 
     def _look_up(self) -> Any:
         from botocore.credentials import DeferredRefreshableCredentials, RefreshableCredentials
+        from botocore.exceptions import NoCredentialsError
 
         if self._access.credentials.kind == "role":
             if self._source is None:
                 # botocore renews it from a quarter of an hour before its end.
                 self._source = DeferredRefreshableCredentials(self._assume, "assume-role")
         elif not isinstance(self._source, RefreshableCredentials):
+            found = None
             try:
-                self._source = self._find()
+                found = _session(self._access).get_credentials()
             except Exception:
                 # A file that is being written may be empty, or half of one. What was found before
                 # may be good still; if not, the store says so.
                 if self._source is None:
                     raise
+            self._source = found or self._source
+            if self._source is None:
+                raise NoCredentialsError
         return self._source.get_frozen_credentials()
-
-    def _find(self) -> Any:
-        from botocore.exceptions import NoCredentialsError
-
-        found = _session(self._access).get_credentials()
-        if found is None:
-            raise NoCredentialsError
-        return found
 
     def _assume(self) -> dict[str, Any]:
         from botocore import UNSIGNED
@@ -125,13 +119,11 @@ class AwsCredentials:
 
         access, role = self._access, self._access.credentials
         config = client_config(access)
-        asked: dict[str, Any] = {
-            "RoleArn": role.role_arn,
-            "RoleSessionName": role.role_session_name or SESSION_NAME,
-        }
+        verb = "assume_role"
+        name = role.role_session_name or SESSION_NAME
+        asked = {"RoleArn": role.role_arn, "RoleSessionName": name}
         if role.external_id is not None:
             asked["ExternalId"] = role.external_id
-        verb = "assume_role"
         if role.web_identity_token_file is not None:
             verb = "assume_role_with_web_identity"
             asked["WebIdentityToken"] = Path(role.web_identity_token_file).read_text()
@@ -201,21 +193,11 @@ def client_config(access: Access) -> dict[str, Any]:
 
 def region_of(access: Access) -> str:
     """The settings' region, else the environment's, else the profile's, else AWS's first."""
-    return (
-        access.region
-        or os.environ.get("AWS_REGION")
-        or os.environ.get("AWS_DEFAULT_REGION")
-        or _region_of_profile(access)
-        or REGION_DEFAULT
-    )
-
-
-def _region_of_profile(access: Access) -> str | None:
+    found = access.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     # No profile without botocore; a missing profile is reported with the credentials.
     with contextlib.suppress(ImportError):
         from botocore.exceptions import BotoCoreError
 
         with contextlib.suppress(BotoCoreError):
-            found = _session(access).get_config_variable("region")
-            return str(found) if found else None
-    return None
+            found = found or _session(access).get_config_variable("region")
+    return found or REGION_DEFAULT

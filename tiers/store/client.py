@@ -1,25 +1,20 @@
-"""What a client of a store gives to a tier: names and bytes, and when memory is free.
+"""What every store of objects does: names and bytes, and when memory is free.
 
-Owns the protocol `StoreClient`, the lines of a listing, work in threads that is waited for, and the
-checks of an object's size. Clients are `folder.py`, `obstore_client.py` (S3, GCS, Azure) and
-`fsspec_client.py` (all others). Does not own names, checks of arguments or the meaning of errors: a
-client raises whatever the system or its library raises, and `object_tier.py` translates it.
+Owns the protocols, the lines of a listing, work in threads that is waited for, and the checks of an
+object's size. Clients are `folder.py`, `obstore_client.py` (S3, GCS, Azure) and `fsspec_client.py`
+(all others); `object_tier.py` checks their arguments and translates their errors.
 
-Invariants of every client:
-
-* When `put` or `get` has returned or raised, cancelled or not, nothing touches the caller's memory
-  any more. Cancelling stops the wait for a server at once, and the wait for a thread only when the
-  thread has ended.
-* A name exists with all its bytes, or does not exist.
-* A read costs one request, and at most the memory of the caller's slot plus one byte, and its copy
-  in the client.
+Invariants of all of them: when `write` or `read` has returned or raised, cancelled or not, nothing
+touches the caller's memory any more, and a cancel waits for a thread only; a name exists with all
+its bytes, or does not exist; a read costs one request, and at most the memory of the slot plus one
+byte, and its copy in the client.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
 
 import anyio
@@ -63,71 +58,71 @@ class Found(NamedTuple):
 Listing = list[Found]
 
 
-class StoreClient(Protocol):
-    """Names and bytes. Names are relative to the client's root."""
+class Objects(Protocol):
+    """Named immutable objects, by names relative to a root: `v1/0f3a…/ab/ab12…/0-8.0-4.arrow`."""
 
-    async def put(self, name: str, image: Bytes, *, create: bool) -> None:
-        """Store all of `image`.
+    async def write(self, name: str, image: Bytes, *, create: bool = False) -> None:
+        """Store all of `image` under `name`, replacing an object.
 
-        With `create`, raises `FileExistsError` (or the library's equivalent) if the name is taken,
-        and `NotImplementedError` or the like if the store cannot tell.
+        With `create` nothing is replaced: of several writers of a name one succeeds, and the others
+        get an error that says so (`ObjectExists`); so does a writer that is retried after its
+        answer was lost, though the object may be its own. A store that cannot do this replaces (see
+        `Abilities`), or raises `TierUnavailable`.
         """
         ...
 
-    async def get(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
-        """Fill the start of `into`; the size in bytes. Raises `ImageTruncated`."""
+    async def read(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
+        """Put an object at the start of `into` and return its size in bytes.
+
+        Raises `ImageTruncated` for an object that is empty or does not fit, and in a folder
+        `ObjectOdd` or `ObjectDenied`.
+        """
         ...
 
-    async def find(
-        self, folder: str, *, start_after: str, deep: bool, names_max: int | None
+    async def list(
+        self, prefix: str, *, start_after: str = "", deep: bool = True, names_max: int | None = None
     ) -> Listing:
-        """Objects below `folder` ("" for all) whose names sort after `start_after`.
+        """All objects in folder `prefix` and below ("" for all), in no order.
 
-        Not `deep`: the objects in the folder itself, and its folders. If there are more than
-        `names_max`, the first `names_max` in order are enough.
+        What was written before the call is in the answer.
+        `start_after`: only those whose whole name sorts after it. For folders without folders:
+        servers differ in whether "a/x" or "a-b/x" comes first.
+        Not `deep`: the objects in the folder itself, and its folders, whose names end with "/".
+        `names_max`: if there are more, the first ones in order of their names are enough, and the
+        caller asks for the rest with `start_after`. Some stores answer with all.
         """
         ...
 
-    async def move(self, name: str, target: str) -> None:
-        """Rename, replacing what is there."""
-        ...
+    async def delete(self, names: Sequence[str]) -> None:
+        """Delete any number of objects; a missing one is no error.
 
-    async def remove(self, names: Sequence[str]) -> None:
-        """Delete objects. A missing one is no error."""
+        After an error some are deleted and some are not.
+        """
         ...
 
     async def close(self) -> None:
-        """Close connections."""
+        """Close connections. No other call may run or follow."""
         ...
 
 
-class _ThreadWork:
-    """One call in a worker thread, and whether it may still touch memory."""
+class StoreClient(Objects, Protocol):
+    """The objects of one kind of store. Raises what the system or the client's library raises."""
 
-    def __init__(self, *, lowered: bool = True) -> None:
-        self._lock = threading.Lock()
-        self._lowered = lowered
-        self._started = False
-        self._abandoned = False
-        self.ended = False
+    async def move(self, name: str, target: str) -> None:
+        """Rename, replacing what is there. Listings give the time of the move."""
+        ...
 
-    def run(self, work: Callable[[], T]) -> T:
-        with self._lock:
-            if self._abandoned:
-                raise RuntimeError("work was abandoned before its thread began")
-            self._started = True
-        if self._lowered:
-            lower_priority()
-        try:
-            return work()
-        finally:
-            self.ended = True
 
-    def abandon(self) -> bool:
-        """Keep the work from starting. False if it has started and has not ended."""
-        with self._lock:
-            self._abandoned = True
-            return not self._started or self.ended
+def _track(work: Callable[[], T], ended: Future[None], *, lowered: bool = True) -> T:
+    """In a thread: do `work`, unless `ended` was cancelled before it began."""
+    if not ended.set_running_or_notify_cancel():
+        raise RuntimeError("work was abandoned before its thread began")
+    if lowered:
+        lower_priority()
+    try:
+        return work()
+    finally:
+        ended.set_result(None)
 
 
 async def run_to_end(
@@ -139,21 +134,23 @@ async def run_to_end(
 ) -> T:
     """Run `work` in a worker thread. Returns after it has ended, even if cancelled.
 
-    `abort` makes waiting work end soon. It is called after a cancel, on the loop, until the work
-    has ended; without it a cancel waits as long as the work takes. Without `threads` the work has a
-    lower priority than the event loop (`tiers.threads.lower_priority`).
+    `abort` makes waiting work end soon: it is called after a cancel until the work has ended.
+    Without `threads` the work has a lower priority than the event loop.
 
     anyio shields the wait from its own cancel scopes, but a bare `Task.cancel()` (asyncio itself
     on SIGINT) passes that shield; so after any exception the thread is asked.
     """
-    thread = _ThreadWork(lowered=threads is None)
+    ended: Future[None] = Future()
     run_sync = anyio.to_thread.run_sync if threads is None else threads.run_sync
     try:
         return await run_sync(
-            lambda: thread.run(work), limiter=limiter, abandon_on_cancel=abort is not None
+            lambda: _track(work, ended, lowered=threads is None),
+            limiter=limiter,
+            abandon_on_cancel=abort is not None,
         )
     except BaseException:
-        while not thread.abandon():
+        # One that has not started is cancelled, and never does.
+        while not (ended.cancel() or ended.done()):
             if abort is not None:
                 abort()
             # The first cancel is raised again below; another adds nothing.
@@ -168,34 +165,32 @@ class AbandonableThreads:
 
     A mount whose server is gone blocks a thread for any time; the caller goes on at its deadline.
     Python waits for such threads when it ends: a process that must not wait ends by `os._exit`.
-
-    Args:
-        left_max: threads that may be abandoned; beyond it `run` raises `TimeoutError` at once.
+    Beyond `left_max` abandoned threads `run` raises `TimeoutError` at once.
     """
 
     def __init__(self, left_max: int) -> None:
         self._left_max = left_max
-        self._left: list[_ThreadWork] = []
+        self._left: list[Future[None]] = []
         self._limiter = anyio.CapacityLimiter(left_max)
 
     async def run(self, work: Callable[[], T]) -> T:
         """The result of `work`. After a cancel it may go on, and its result is dropped."""
         async with self._limiter:
-            self._left = [one for one in self._left if not one.ended]
+            self._left = [one for one in self._left if not one.done()]
             if len(self._left) >= self._left_max:
                 raise TimeoutError(
                     f"{len(self._left)} listings have not returned: is this a mount whose server "
                     "is gone?"
                 )
-            thread = _ThreadWork()
+            ended: Future[None] = Future()
             try:
                 # A limiter for each: abandoned threads would use up a shared one.
                 return await anyio.to_thread.run_sync(
-                    thread.run, work, limiter=anyio.CapacityLimiter(1), abandon_on_cancel=True
+                    _track, work, ended, limiter=anyio.CapacityLimiter(1), abandon_on_cancel=True
                 )
             except BaseException:
-                if not thread.abandon():
-                    self._left.append(thread)
+                if not (ended.cancel() or ended.done()):
+                    self._left.append(ended)
                 raise
 
 

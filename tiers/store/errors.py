@@ -45,76 +45,44 @@ _STATUS = re.compile(r"[345]\d\d")
 _OBSTORE_DETAIL = "\n\nDebug source"
 
 
-_RETRIED = "retried with growing pauses"
 CONDITIONS: Final = {
-    "missing": ("no such object", "nothing to do: what is missing is computed"),
-    "truncated": ("the object is empty", "it will be written again"),
-    "exists": ("the name is taken", "another writer was first"),
-    "full": ("no space is left", "free space or raise the quota of the store"),
-    "credentials": (
-        "the credentials were refused",
-        "check store.credentials (or, with kind auto, those of the environment)",
-    ),
-    "forbidden": (
-        "access was denied",
-        "check the credentials, and allow them to get, put, delete and list objects under the URL",
-    ),
-    "no_credentials": (
-        "no credentials were found",
-        "set store.credentials, or give the environment some",
-    ),
-    "no_bucket": (
-        "the bucket does not exist",
-        "create it, or correct the bucket in store.url",
-    ),
-    "region": (
-        "the bucket is served by another region or endpoint",
-        "set store.region and store.endpoint",
-    ),
-    "clock": ("the clocks differ too much", "synchronise this machine's clock"),
-    "busy": ("the store is busy or failing", _RETRIED),
-    "not_found": (
-        "a 404 came without the store's own error code for a missing object",
-        "check what answers at store.endpoint: a proxy before the store, or another server",
-    ),
-    "garbled": ("the upload arrived damaged", _RETRIED),
-    "request": (
-        "the store refused the request",
-        "check store.url, store.endpoint and the other settings of store",
-    ),
-    "options": ("an option is not understood", "check the names in store.storage_options"),
-    "untrusted": (
-        "the server's TLS certificate is not trusted",
-        "give its authority's PEM file as store.tls.ca_file",
-    ),
-    "not_tls": (
-        "the endpoint does not speak TLS as asked",
-        "check whether store.endpoint should start with http:// rather than https://",
-    ),
-    "package": ("a Python package is missing", "install the one that is named"),
-    "refused": (
-        "the connection was refused",
-        "check that the store is running and that store.endpoint has its host and port",
-    ),
-    "unknown_host": (
-        "the host name is not known",
-        "check store.endpoint and this machine's DNS",
-    ),
-    "connection": (
-        "the connection failed",
-        "check store.endpoint, store.proxy and the network to the store",
-    ),
-    "slow": ("there was no answer in time", "check the network to the store and its load"),
-    "read_only": (
-        "the folder cannot be written or read by this user",
-        "change its owner or mode, mount it writable, or choose another store.url",
-    ),
-    "not_a_folder": (
-        "a file stands where a folder is needed",
-        "move it, or choose another store.url",
-    ),
-    "unsupported": ("the store cannot do that", "choose another store, or see the detail"),
-    "other": ("the store failed", f"see the detail; {_RETRIED}"),
+    "missing": "no such object; nothing to do: what is missing is computed",
+    "truncated": "the object is empty; it will be written again",
+    "exists": "the name is taken; another writer was first",
+    "full": "no space is left; free space or raise the quota of the store",
+    "credentials": "the credentials were refused; check store.credentials (or, with kind auto, "
+    "those of the environment)",
+    "forbidden": "access was denied; check the credentials, and allow them to get, put, delete "
+    "and list objects under the URL",
+    "no_credentials": "no credentials were found; set store.credentials, or give the environment"
+    " some",
+    "no_bucket": "the bucket does not exist; create it, or correct the bucket in store.url",
+    "region": "the bucket is served by another region or endpoint; set store.region and "
+    "store.endpoint",
+    "clock": "the clocks differ too much; synchronise this machine's clock",
+    "busy": "the store is busy or failing; retried with growing pauses",
+    "not_found": "a 404 came without the store's own error code for a missing object; check what"
+    " answers at store.endpoint: a proxy before the store, or another server",
+    "garbled": "the upload arrived damaged; retried with growing pauses",
+    "request": "the store refused the request; check store.url, store.endpoint and the other "
+    "settings of store",
+    "options": "an option is not understood; check the names in store.storage_options",
+    "untrusted": "the server's TLS certificate is not trusted; give its authority's PEM file as "
+    "store.tls.ca_file",
+    "not_tls": "the endpoint does not speak TLS as asked; check whether store.endpoint should "
+    "start with http:// rather than https://",
+    "package": "a Python package is missing; install the one that is named",
+    "refused": "the connection was refused; check that the store is running and that "
+    "store.endpoint has its host and port",
+    "unknown_host": "the host name is not known; check store.endpoint and this machine's DNS",
+    "connection": "the connection failed; check store.endpoint, store.proxy and the network to "
+    "the store",
+    "slow": "there was no answer in time; check the network to the store and its load",
+    "read_only": "the folder cannot be written or read by this user; change its owner or mode, "
+    "mount it writable, or choose another store.url",
+    "not_a_folder": "a file stands where a folder is needed; move it, or choose another store.url",
+    "unsupported": "the store cannot do that; choose another store, or see the detail",
+    "other": "the store failed; see the detail; retried with growing pauses",
 }
 """What happened and the remedy, by cause, which is also what failures are counted as."""
 _ERRORS: Final[dict[str, type[TierError]]] = {
@@ -269,7 +237,7 @@ def _secret_values(value: object, *, secret: bool) -> Iterator[str]:
 def translate(error: Exception, doing: str, secrets: Secrets) -> TierError:
     """The tier's error for `error`, which stopped `doing` (such as "write s3://b/p/name")."""
     cause = _cause(error)
-    what, remedy = CONDITIONS[cause]
+    what, remedy = CONDITIONS[cause].split("; ", 1)
     said = f"{type(error).__name__}: {error}".split(_OBSTORE_DETAIL, 1)[0]
     detail = secrets.hide(" ".join(said.split()))[:DETAIL_CHARACTERS_MAX]
     message = f"{doing}: {what} ({detail}); {remedy}"

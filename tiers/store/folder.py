@@ -1,22 +1,15 @@
 """A local folder, or a mount, as an object store: plain system calls from and into slots.
 
-Owns the files: temporary names, renames and links, folders that are made and removed, leftovers of
-dead writers, and the choice between direct and buffered I/O. Does not own arguments, names or the
-meaning of errors (`object_tier.py`).
-
-Direct I/O (O_DIRECT) moves a slot's pages to the device and back without a copy through the page
-cache: it costs a fraction of the processor time, which engines need, and does not evict other files
-from the cache. What a file system refuses (tmpfs on older kernels) and what is not aligned is
-buffered: the last, partly filled page of every object, objects under `DIRECT_BYTES_MIN`, and memory
-that does not begin at a page.
+Owns the files: temporary names, renames and links, folders, leftovers of dead writers, and direct
+I/O (O_DIRECT), which moves a slot's pages without a copy through the page cache, for a fraction of
+the processor time. What is not aligned, small, or refused by the file system is buffered.
 
 Invariants:
 
 * A name exists with all its bytes, or does not exist: a write goes to a temporary name in the same
   folder, which is renamed, or linked if it must not replace anything.
-* Without `fsync` a completed write is seen by every reader of the folder, and may be lost in a
-  power failure, direct or not: neither the file's length nor its name is on the disk then. With it,
-  both are before the write returns.
+* Without `fsync` a completed write may be lost in a power failure, direct or not: neither the
+  file's length nor its name is on the disk then. With it, both are before the write returns.
 * Others can put anything under any name: a link, a pipe that never answers, a file of another user.
   Only regular files are read, none is waited for, and an entry that cannot be examined is omitted
   from listings and counted.
@@ -34,7 +27,7 @@ import os
 import secrets
 import stat
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import anyio
 
@@ -55,10 +48,12 @@ if TYPE_CHECKING:
 
     from tiers.store.access import Folder
 
+T = TypeVar("T")
+
 TEMPORARY_SUFFIX: Final = ".tmp"
 TEMPORARY_SECONDS_MAX: Final = 24 * 3600
 """A temporary file older than this was left by a process that died; a listing removes it."""
-LOCAL_THREADS_MAX: Final = 4
+THREADS_MAX: Final = 4
 """Enough to keep a disk busy. More only compete with engines for cores."""
 MAKE_FOLDER_ATTEMPTS_MAX: Final = 8
 DIRECT_ALIGNMENT: Final = 4096
@@ -77,14 +72,7 @@ _log = logging.getLogger(__name__)
 class LocalFolder:
     """A folder of this machine or a mount: system calls in worker threads, into and from slots."""
 
-    def __init__(
-        self,
-        root: str,
-        settings: Folder,
-        *,
-        threads_max: int,
-        direct_bytes_min: int = DIRECT_BYTES_MIN,
-    ) -> None:
+    def __init__(self, root: str, settings: Folder) -> None:
         self._root = root
         # KV and token ids are private, unless several users share them.
         self._file_mode = 0o666 if settings.shared else 0o600
@@ -93,49 +81,47 @@ class LocalFolder:
         self._fsync = settings.fsync
         self.direct = settings.direct
         """Whether direct I/O is used; False once the file system has refused it."""
-        self._direct_bytes_min = direct_bytes_min
         # Separate limits: a backlog of writes must not delay a read that a prompt waits for.
-        threads = min(threads_max, LOCAL_THREADS_MAX)
-        self._writers = anyio.CapacityLimiter(threads)
-        self._readers = anyio.CapacityLimiter(threads)
-        self._listings = AbandonableThreads(threads)
+        self._writers = anyio.CapacityLimiter(THREADS_MAX)
+        self._readers = anyio.CapacityLimiter(THREADS_MAX)
+        self._listings = AbandonableThreads(THREADS_MAX)
         self.entries_skipped = 0
         """Entries that listings omitted because they are no files or cannot be examined."""
 
-    async def put(self, name: str, image: Bytes, *, create: bool) -> None:
-        """See `StoreClient.put`."""
+    async def write(self, name: str, image: Bytes, *, create: bool = False) -> None:
+        """See `Objects.write`."""
         place = os.link if create else os.replace
-        await run_to_end(lambda: self._put(self._path(name), image, place), self._writers)
+        path = f"{self._root}/{name}"
+        await run_to_end(lambda: self._put(path, image, place), self._writers)
 
-    async def get(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
-        """See `StoreClient.get`."""
-        return await run_to_end(lambda: self._get(self._path(name), into, seen), self._readers)
+    async def read(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
+        """See `Objects.read`."""
+        path = f"{self._root}/{name}"
+        return await run_to_end(lambda: self._get(path, into, seen), self._readers)
 
-    async def find(
+    async def list(
         self,
-        folder: str,
+        prefix: str,
         *,
-        start_after: str,
-        deep: bool,
-        names_max: int | None,  # noqa: ARG002 (a folder has no pages)
+        start_after: str = "",
+        deep: bool = True,
+        names_max: int | None = None,  # noqa: ARG002 (a folder has no pages)
     ) -> Listing:
-        """See `StoreClient.find`."""
-        found = await self._listings.run(lambda: self._find(folder, deep=deep))
+        """See `Objects.list`."""
+        found = await self._listings.run(lambda: self._find(prefix, deep=deep))
         return [one for one in found if one.name > start_after]
 
     async def move(self, name: str, target: str) -> None:
         """See `StoreClient.move`."""
-        await run_to_end(lambda: self._move(self._path(name), self._path(target)), self._writers)
+        source, path = f"{self._root}/{name}", f"{self._root}/{target}"
+        await run_to_end(lambda: self._move(source, path), self._writers)
 
-    async def remove(self, names: Sequence[str]) -> None:
-        """See `StoreClient.remove`."""
+    async def delete(self, names: Sequence[str]) -> None:
+        """See `Objects.delete`."""
         await run_to_end(lambda: self._remove(names), self._writers)
 
     async def close(self) -> None:
-        """See `StoreClient.close`."""
-
-    def _path(self, name: str) -> str:
-        return f"{self._root}/{name}"
+        """See `Objects.close`."""
 
     def _require_root(self) -> None:
         """Raise `TierUnmounted` if the root is another folder than before: one below a mount point.
@@ -167,9 +153,10 @@ class LocalFolder:
     def _put(self, path: str, image: Bytes, place: Callable[[str, str], None]) -> None:
         self._require_root()
         temporary = f"{path}.{secrets.token_hex(8)}{TEMPORARY_SUFFIX}"
-        fd = self._create_in_folder(temporary)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        fd = self._in_folder(temporary, lambda: os.open(temporary, flags, self._file_mode))
         try:
-            try:
+            with os.fdopen(fd, "wb", buffering=0):
                 if self._root_status is None:
                     # It has just been made.
                     self._require_root()
@@ -179,29 +166,28 @@ class LocalFolder:
                     rest = rest[os.write(fd, rest) :]
                 if self._fsync:
                     os.fsync(fd)
-            finally:
-                os.close(fd)
             place(temporary, path)
         finally:
             # After a rename there is nothing left under this name; after a link there is.
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
         if self._fsync:
-            _sync_folder(os.path.dirname(path))
+            folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
 
-    def _create_in_folder(self, path: str) -> int:
-        def create() -> int:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            return os.open(path, flags, self._file_mode)
-
+    def _in_folder(self, path: str, work: Callable[[], T]) -> T:
+        """Do `work`, which needs the folder of `path`."""
         # The folder is made only if it is missing: for the first segment of a chunk. Then again,
         # because a removal may take an empty folder away in between.
         for _ in range(MAKE_FOLDER_ATTEMPTS_MAX):
             with contextlib.suppress(FileNotFoundError):
-                return create()
+                return work()
             with contextlib.suppress(FileNotFoundError):
                 self._make_folders(os.path.dirname(path))
-        return create()
+        return work()
 
     def _make_folders(self, path: str) -> None:
         try:
@@ -223,7 +209,7 @@ class LocalFolder:
         except FileNotFoundError:
             self._require_root()
             raise
-        try:
+        with os.fdopen(fd, "rb", buffering=0):
             size_bytes = os.fstat(fd).st_size
             check_size(size_bytes, into.nbytes)
             done = self._direct_io(fd, into, size_bytes, lambda part: os.readv(fd, [part]))
@@ -242,15 +228,13 @@ class LocalFolder:
                     seen(size_bytes, done, done + count)
                 done += count
             return done
-        finally:
-            os.close(fd)
 
     def _direct_io(
         self, fd: int, memory: Bytes, size_bytes: int, transfer: Callable[[memoryview], int]
     ) -> int:
         """Transfer whole pages past the page cache; how many bytes that were."""
         aligned = memory.ctypes.data % DIRECT_ALIGNMENT == 0
-        if not self.direct or not aligned or size_bytes < self._direct_bytes_min:
+        if not self.direct or not aligned or size_bytes < DIRECT_BYTES_MIN:
             return 0
         done, end = 0, size_bytes - size_bytes % DIRECT_ALIGNMENT
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
@@ -322,14 +306,14 @@ class LocalFolder:
         folders: set[str] = set()
         for name in names:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._path(name))
+                os.unlink(f"{self._root}/{name}")
             folders.add(os.path.dirname(name))
         # Object stores have no folders that could be left behind.
         for folder in sorted(folders, reverse=True):
             inner = folder
             with contextlib.suppress(OSError):
                 while inner:
-                    os.rmdir(self._path(inner))
+                    os.rmdir(f"{self._root}/{inner}")
                     inner = os.path.dirname(inner)
 
     def _move(self, path: str, target: str) -> None:
@@ -338,17 +322,9 @@ class LocalFolder:
         # keep theirs, and so do all on a mount that sets no times.
         with contextlib.suppress(OSError):
             os.utime(path, follow_symlinks=False)
-        # As for a new file, a removal may take the folder away in between.
-        for _ in range(MAKE_FOLDER_ATTEMPTS_MAX):
-            try:
-                self._make_folders(os.path.dirname(target))
-                os.replace(path, target)
-            except FileNotFoundError:
-                if not os.path.lexists(path):
-                    raise
-            else:
-                return
-        os.replace(path, target)
+        # Raises if there is nothing to move, before a folder is made for it.
+        os.lstat(path)
+        self._in_folder(target, lambda: os.replace(path, target))
 
 
 def _open_object(path: str) -> int:
@@ -389,11 +365,3 @@ def _require_regular(mode: int, path: str) -> None:
         raise FileNotFoundError(errno.ENOENT, "it is a folder", path)
     kind = {"l": "a symbolic link", "p": "a pipe", "s": "a socket"}.get(stat.filemode(mode)[0])
     raise ObjectOdd(f"the name is that of {kind or 'a device'}, not of a regular file; it is moved")
-
-
-def _sync_folder(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

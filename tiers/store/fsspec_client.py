@@ -1,8 +1,7 @@
 """Object stores through fsspec: the general path, for every store that fsspec has a driver for.
 
 Owns the adapter from `StoreClient` to a driver's own verbs, and the translation of `Access` for
-s3fs, gcsfs and adlfs. `storage_options` override what is derived from `Access`. Does not own the
-meaning of errors (`errors.py`) or S3 credentials (`aws_credentials.py`).
+s3fs, gcsfs and adlfs. `storage_options` override what is derived from `Access`.
 
 Synchronous drivers are called one at a time in a thread, because few of them are thread-safe;
 asynchronous ones run on the caller's event loop, where they also hash and send bodies. Objects are
@@ -19,6 +18,7 @@ whose `mode="create"` is not atomic.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime as dt
 import shutil
 import ssl
@@ -28,7 +28,7 @@ import anyio
 
 from tiers.errors import TierUnavailable
 from tiers.store import aws_credentials as aws
-from tiers.store.access import azure_account
+from tiers.store.access import azure_account, present
 from tiers.store.client import Bytes, Found, Listing, Seen, StoreClient, fill, run_to_end
 from tiers.store.errors import is_missing
 
@@ -98,82 +98,72 @@ def open_fsspec(url: str, access: Access, options: Mapping[str, object]) -> Stor
             return FsspecClient(driver(**given), root, creates=creates)
 
 
+@dataclasses.dataclass
 class FsspecClient:
-    """One driver of fsspec.
+    """One driver of fsspec."""
 
-    Args:
-        fs: the driver's file system.
-        root: bucket and prefix, or path, without a slash at the end.
-        creates: whether `mode="create"` is atomic.
-        one_request: whether the driver takes a `chunksize`, beyond which it cuts a body.
-        hides_missing_bucket: whether the driver lists a missing bucket as empty.
-        put_options: further arguments of each write.
-        on_loop: called once, on the event loop, before the first request.
-    """
-
-    def __init__(
-        self,
-        fs: Any,
-        root: str,
-        *,
-        creates: bool,
-        one_request: bool = False,
-        hides_missing_bucket: bool = False,
-        put_options: Mapping[str, object] | None = None,
-        on_loop: Callable[[Any], None] | None = None,
-    ) -> None:
-        self._fs = fs
-        self._root = root
-        self._creates = creates
-        self._one_request = one_request
-        self._hides_missing_bucket = hides_missing_bucket
-        self._put_options = put_options or {}
-        self._on_loop = on_loop
-        self._copies = anyio.CapacityLimiter(COPY_THREADS_MAX)
-        self._calls = anyio.CapacityLimiter(1)
+    fs: Any
+    root: str
+    """Bucket and prefix, or path, without a slash at the end."""
+    creates: bool
+    """Whether `mode="create"` is atomic."""
+    one_request: bool = False
+    """Whether the driver takes a `chunksize`, beyond which it cuts a body."""
+    hides_missing_bucket: bool = False
+    """Whether the driver lists a missing bucket as empty."""
+    put_options: Mapping[str, object] = dataclasses.field(default_factory=dict[str, object])
+    """Further arguments of each write."""
+    on_loop: Callable[[Any], None] | None = None
+    """Called once, on the event loop, before the first request."""
+    copies: anyio.CapacityLimiter = dataclasses.field(
+        default_factory=lambda: anyio.CapacityLimiter(COPY_THREADS_MAX)
+    )
+    calls: anyio.CapacityLimiter = dataclasses.field(
+        default_factory=lambda: anyio.CapacityLimiter(1)
+    )
 
     async def _call(self, verb: str, *args: Any, **options: Any) -> Any:
-        if not self._fs.async_impl:
-            return await run_to_end(lambda: getattr(self._fs, verb)(*args, **options), self._calls)
-        if self._on_loop is not None:
-            self._on_loop(self._fs)
-            self._on_loop = None
-        return await getattr(self._fs, f"_{verb}")(*args, **options)
+        if not self.fs.async_impl:
+            return await run_to_end(lambda: getattr(self.fs, verb)(*args, **options), self.calls)
+        if self.on_loop is not None:
+            self.on_loop(self.fs)
+            self.on_loop = None
+        return await getattr(self.fs, f"_{verb}")(*args, **options)
 
     def _path(self, name: str) -> str:
-        return f"{self._root}/{name}" if name else self._root
+        return f"{self.root}/{name}" if name else self.root
 
-    async def put(self, name: str, image: Bytes, *, create: bool) -> None:
-        """See `StoreClient.put`."""
-        options = dict(self._put_options)
+    async def write(self, name: str, image: Bytes, *, create: bool = False) -> None:
+        """See `Objects.write`."""
+        options = dict(self.put_options)
         if create:
-            if not self._creates:
+            if not self.creates:
                 raise NotImplementedError("this fsspec driver has no atomic create")
             options["mode"] = "create"
-        if self._one_request:
+        if self.one_request:
             options["chunksize"] = image.nbytes + 1
         # A copy, because a driver is free to read a body in a thread of its own.
-        body = await run_to_end(image.tobytes, self._copies)
+        body = await run_to_end(image.tobytes, self.copies)
         await self._make_folder(name)
         await self._call("pipe_file", self._path(name), body, **options)
 
-    async def get(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
-        """See `StoreClient.get`."""
+    async def read(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
+        """See `Objects.read`."""
         # The range bounds the memory that a foreign object of any size can take, and spares the
         # HEAD request by which s3fs would first ask for the size.
         body: bytes = await self._call("cat_file", self._path(name), start=0, end=into.nbytes + 1)
-        return await run_to_end(lambda: fill(body, into, seen), self._copies)
+        return await run_to_end(lambda: fill(body, into, seen), self.copies)
 
-    async def find(
+    async def list(
         self,
-        folder: str,
+        prefix: str,
         *,
-        start_after: str,
-        deep: bool,
-        names_max: int | None,  # noqa: ARG002 (fsspec has no pages)
+        start_after: str = "",
+        deep: bool = True,
+        names_max: int | None = None,  # noqa: ARG002 (fsspec has no pages)
     ) -> Listing:
-        """See `StoreClient.find`."""
-        path = self._path(folder)
+        """See `Objects.list`."""
+        path = self._path(prefix)
         try:
             found = await self._call("find" if deep else "ls", path, detail=True)
         except FileNotFoundError:
@@ -181,15 +171,14 @@ class FsspecClient:
                 raise
             # `ls` raises for an empty folder as for a missing bucket, `find` for a bucket only.
             found = await self._call("find", path, detail=True)
-        if not found and self._hides_missing_bucket:
-            await self._call("ls", self._root.split("/", 1)[0])
-        below = f"{folder}/" if folder else ""
-        top = self._root.strip("/")
+        if not found and self.hides_missing_bucket:
+            await self._call("ls", self.root.split("/", 1)[0])
+        top = self.root.strip("/")
         listing: Listing = []
         for info in found.values() if isinstance(found, dict) else found:
             name = str(info["name"]).strip("/")[len(top) + 1 if top else 0 :]
             # Some list the folder itself, too.
-            if name == folder or not name.startswith(below):
+            if name == prefix or (prefix and not name.startswith(f"{prefix}/")):
                 continue
             if info.get("type") != "directory":
                 listing.append(Found(name, int(info["size"]), _modified_seconds(info)))
@@ -210,15 +199,15 @@ class FsspecClient:
             raise
         except NotImplementedError:
             # sftp, ftp and smb have no copying of their own.
-            await run_to_end(lambda: self._copy_through(source, self._path(target)), self._calls)
-        await self.remove([name])
+            await run_to_end(lambda: self._copy_through(source, self._path(target)), self.calls)
+        await self.delete([name])
 
     def _copy_through(self, source: str, target: str) -> None:
-        with self._fs.open(source, "rb") as read, self._fs.open(target, "wb") as write:
+        with self.fs.open(source, "rb") as read, self.fs.open(target, "wb") as write:
             shutil.copyfileobj(read, write, COPY_BYTES)
 
-    async def remove(self, names: Sequence[str]) -> None:
-        """See `StoreClient.remove`."""
+    async def delete(self, names: Sequence[str]) -> None:
+        """See `Objects.delete`."""
         for name in names:
             try:
                 await self._call("rm_file", self._path(name))
@@ -228,15 +217,15 @@ class FsspecClient:
                     raise
 
     async def close(self) -> None:
-        """See `StoreClient.close`."""
+        """See `Objects.close`."""
         # fsspec has no verb for it. These are where s3fs, gcsfs (and http) and adlfs keep theirs.
         for place in ("_s3", "_session", "service_client"):
-            client: Any = getattr(self._fs, place, None)
+            client: Any = getattr(self.fs, place, None)
             if client is not None:
                 await client.close()
 
     async def _make_folder(self, name: str) -> None:
-        if not self._fs.async_impl:
+        if not self.fs.async_impl:
             await self._call("makedirs", self._path(name).rsplit("/", 1)[0], exist_ok=True)
 
 
@@ -274,37 +263,26 @@ def _s3_options(bucket: str, access: Access, given: Mapping[str, object]) -> dic
         "SSEKMSKeyId": access.encryption.kms_key,
         "StorageClass": access.storage_class,
     }
-    options: dict[str, object] = {"endpoint_url": access.endpoint}
-    match credentials.kind:
-        case "static":
-            options["key"] = credentials.access_key
-            options["secret"] = credentials.secret_key
-            options["token"] = credentials.session_token
-        case "anonymous":
-            options["anon"] = True
-        case _ if credentials.kind != "auto" or _S3FS_IDENTITY.isdisjoint(given):
-            # s3fs's own session reads credentials in files once, and knows no role of ours.
-            options["session"] = aws.aio_session(access)
-        case _:
-            pass
-    nested = {
-        "config_kwargs": config,
-        "client_kwargs": client,
-        "s3_additional_kwargs": extra,
-    }
+    own: dict[str, object] = {"endpoint_url": access.endpoint}
+    if credentials.kind == "static":
+        own |= {"key": credentials.access_key, "secret": credentials.secret_key}
+        own["token"] = credentials.session_token
+    elif credentials.kind == "anonymous":
+        own["anon"] = True
+    elif credentials.kind != "auto" or _S3FS_IDENTITY.isdisjoint(given):
+        # s3fs's own session reads credentials in files once, and knows no role of ours.
+        own["session"] = aws.aio_session(access)
     return {
-        **_present(options),
+        **present(**own),
         **given,
-        **{name: _merged(own, given.get(name)) for name, own in nested.items()},
+        "config_kwargs": _merged(config, given.get("config_kwargs")),
+        "client_kwargs": _merged(client, given.get("client_kwargs")),
+        "s3_additional_kwargs": _merged(extra, given.get("s3_additional_kwargs")),
     }
-
-
-def _present(options: Mapping[str, object]) -> dict[str, object]:
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def _merged(own: Mapping[str, object], given: object) -> dict[str, object]:
-    return _present(own) | (given if isinstance(given, dict) else {})  # pyright: ignore[reportUnknownVariableType]
+    return present(**own) | (given if isinstance(given, dict) else {})  # pyright: ignore[reportUnknownVariableType]
 
 
 def _gcs(access: Access, given: Mapping[str, Any]) -> Any:
@@ -313,20 +291,19 @@ def _gcs(access: Access, given: Mapping[str, Any]) -> Any:
     # Its sibling, which fsspec would take, first asks an API that other servers than Google's do
     # not have for the layout of each bucket, and sends some requests by gRPC.
     from gcsfs.core import GCSFileSystem
+    from google.oauth2.credentials import Credentials
 
     credentials = access.credentials
     token: Any = "google_default"  # noqa: S105 (gcsfs's word for the chain)
-    match credentials.kind:
-        case "anonymous":
-            token = "anon"  # noqa: S105 (gcsfs's word for none)
-        case "static":
-            token = credentials.key_file or _bearer(credentials.token)
-        case _:
-            pass
+    if credentials.kind == "anonymous":
+        token = "anon"  # noqa: S105 (gcsfs's word for none)
+    elif credentials.kind == "static":
+        bearer: Any = Credentials
+        token = credentials.key_file or bearer(credentials.token)
     options = {
         "endpoint_url": access.endpoint,
         "token": token,
-        "session_kwargs": _present({"proxy": access.proxy, "trust_env": access.proxy is None}),
+        "session_kwargs": present(proxy=access.proxy, trust_env=access.proxy is None),
         "requests_timeout": aiohttp.ClientTimeout(
             total=None,
             sock_connect=access.connect_seconds_max,
@@ -334,17 +311,10 @@ def _gcs(access: Access, given: Mapping[str, Any]) -> Any:
         ),
     }
     driver: Any = GCSFileSystem
-    fs = driver(**{**_present(options), **given})
+    fs = driver(**{**present(**options), **given})
     # It tries six times, with pauses, and takes no argument that says otherwise.
     fs._request = type(fs)._request.__wrapped__.__get__(fs)
     return fs
-
-
-def _bearer(token: str | None) -> Any:
-    from google.oauth2 import credentials
-
-    kind: Any = credentials.Credentials
-    return kind(token)
 
 
 def _trust(fs: Any, access: Access) -> None:

@@ -19,6 +19,7 @@ import dataclasses
 import random
 import time
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, TypeVar, get_args
 
 import anyio
@@ -81,13 +82,10 @@ class Wrapper(abc.ABC):
         self, prefix: str, *, start_after: str = "", deep: bool = True, names_max: int | None = None
     ) -> Listing:
         """See `ObjectTier.list`."""
-        return await self._around(
-            "list",
-            prefix,
-            lambda: self._inner.list(
-                prefix, start_after=start_after, deep=deep, names_max=names_max
-            ),
+        call = partial(
+            self._inner.list, prefix, start_after=start_after, deep=deep, names_max=names_max
         )
+        return await self._around("list", prefix, call)
 
     async def delete(self, names: Sequence[str]) -> None:
         """See `ObjectTier.delete`."""
@@ -106,9 +104,8 @@ class Wrapper(abc.ABC):
 class Deadline(Wrapper):
     """Ends a verb that takes too long with a retryable `TierExpired`.
 
-    Each `deleted_together_max` names of a deletion have a deadline of their own. A listing has one:
-    long listings are requested in parts. The error is raised after the deadline if a worker thread
-    still touches the caller's memory.
+    Each `deleted_together_max` names of a deletion have a deadline of their own. The error comes
+    after the deadline if a worker thread still touches the caller's memory.
     """
 
     def __init__(
@@ -274,11 +271,7 @@ class VerbCounts:
 
 
 class Metered(Wrapper):
-    """Counts what its caller sees; changes nothing. Retries below it are in `retried`.
-
-    Args:
-        retrying, billed, objects: parts of `inner`, whose counts are shown with these.
-    """
+    """Counts what its caller sees. Other parts of `inner` are given to show their counts, too."""
 
     def __init__(
         self,

@@ -1,13 +1,12 @@
 """The object tier: named immutable objects behind a URL.
 
-Owns the protocol `ObjectTier` and its implementation `UrlObjects`: checks of names and memory, the
-probe, the translation of errors, and the choice of the client. Does not own the transfer
+Owns `ObjectTier` and its implementation `UrlObjects`: checks of names and memory, the probe, the
+translation of errors, and the choice of the client. Does not own the transfer
 (`folder.py`, `obstore_client.py`, `fsspec_client.py`), names (`tiers/catalog/`), retries, deadlines
 and counters (`middleware.py`), or verification: a read gives bytes, not yet a chunk.
 
-Invariants: when `write` or `read` has returned or raised, cancelled or not, nothing touches the
-caller's memory any more; no name leaves the URL's folder; every failure is an error of
-`tiers.errors` that names the URL, what failed and the remedy, and contains no secret.
+Invariants, beside those of `client.py`: no name leaves the URL's folder; every failure is an error
+of `tiers.errors` that names the URL, what failed and the remedy, and contains no secret.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from tiers.errors import (
     TierUnavailable,
 )
 from tiers.store.access import Access, check, chosen_backend, provider_of
+from tiers.store.client import Objects
 from tiers.store.errors import Secrets, hide_user_info, translate
 from tiers.store.folder import LocalFolder
 
@@ -46,7 +46,6 @@ PROBE_BYTES: Final = 4096
 PROBE_FOLDER: Final = "probe"
 PROBE_NAME_BYTES: Final = 8
 QUARANTINE_FOLDER: Final = "quarantine"
-THREADS_MAX_DEFAULT: Final = 4
 CLEANUP_SECONDS_MAX: Final = 5.0
 _NAME = re.compile(r"[A-Za-z0-9_=-][A-Za-z0-9._=-]*(/[A-Za-z0-9_=-][A-Za-z0-9._=-]*)*")
 
@@ -59,11 +58,8 @@ class Abilities:
     """Whether `write(create=True)` never replaces an object. Without it, nothing is compacted."""
 
 
-class ObjectTier(Protocol):
-    """Named immutable objects. Names are relative: `v1/0f3a…/ab/ab12…/0-8.0-4.arrow`.
-
-    Every verb may raise `TierUnavailable`.
-    """
+class ObjectTier(Objects, Protocol):
+    """The objects under a URL. Every verb may raise `TierUnavailable`, a read `ChunkMissing`."""
 
     @property
     def url(self) -> str:
@@ -74,46 +70,6 @@ class ObjectTier(Protocol):
         """Write, read back, list and delete one object; the error is written for an operator."""
         ...
 
-    async def write(self, name: str, image: Bytes, *, create: bool = False) -> None:
-        """Store all of `image` under `name`, replacing an object. Raises `TierFull`.
-
-        With `create` nothing is replaced: of several writers of a name one succeeds, and the others
-        get `ObjectExists`; so does a writer that is retried after its answer was lost, though the
-        object may be its own. A store that cannot do this replaces (see `Abilities`), or raises
-        `TierUnavailable`.
-        """
-        ...
-
-    async def read(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
-        """Put an object at the start of `into` and return its size in bytes.
-
-        `seen` is called as bytes arrive, so that they can be hashed while they are in a core's
-        cache. Raises `ChunkMissing`, `ImageTruncated` for an object that is empty or does not fit,
-        and in a folder `ObjectOdd` or `ObjectDenied`.
-        """
-        ...
-
-    async def list(
-        self, prefix: str, *, start_after: str = "", deep: bool = True, names_max: int | None = None
-    ) -> Listing:
-        """All objects in folder `prefix` and below ("" for all), in no order.
-
-        What was written before the call is in the answer.
-        `start_after`: only those whose whole name sorts after it. For folders without folders:
-        servers differ in whether "a/x" or "a-b/x" comes first.
-        Not `deep`: the objects in the folder itself, and its folders, whose names end with "/".
-        `names_max`: if there are more, the first ones in order of their names are enough, and the
-        caller asks for the rest with `start_after`. Some stores answer with all.
-        """
-        ...
-
-    async def delete(self, names: Sequence[str]) -> None:
-        """Delete any number of objects; a missing one is no error.
-
-        After an error some are deleted and some are not.
-        """
-        ...
-
     async def quarantine(self, name: str) -> None:
         """Move an object to `quarantine/<name>`; a missing one is no error.
 
@@ -121,22 +77,12 @@ class ObjectTier(Protocol):
         """
         ...
 
-    async def close(self) -> None:
-        """Close connections. No other call may run or follow."""
-        ...
-
 
 class UrlObjects:
     """The objects under a URL (`file://`, `s3://`, `gs://`, `az://`, and what fsspec knows).
 
-    Args:
-        url: a folder, or a bucket and a prefix.
-        access: how the site reaches the store.
-        storage_options: arguments of the fsspec driver; values are never logged.
-        threads_max: concurrent writes, and concurrent reads, of a local folder.
-
-    Raises:
-        TierUnavailable: the URL or a setting is not understood, or a package is missing.
+    `storage_options` are arguments of the fsspec driver; values are never logged. Raises
+    `TierUnavailable` if the URL or a setting is not understood, or a package is missing.
     """
 
     def __init__(
@@ -145,21 +91,16 @@ class UrlObjects:
         access: Access | None = None,
         *,
         storage_options: Mapping[str, object] | None = None,
-        threads_max: int = THREADS_MAX_DEFAULT,
     ) -> None:
         access = access or Access()
         options = dict(storage_options or {})
         self._secrets = Secrets({**options, **access.credentials.secrets()})
         # "memory://" stays; elsewhere a slash at the end would be doubled in messages.
-        self._url = hide_user_info(url if url.endswith("://") else url.rstrip("/"))
+        self.url = hide_user_info(url if url.endswith("://") else url.rstrip("/"))
+        """Without secrets."""
         self._listed_by_server = provider_of(url) in ("s3", "gcs", "azure")
         with self._translated("open"):
-            self.store = _open(url, access, options, threads_max=threads_max)
-
-    @property
-    def url(self) -> str:
-        """The URL without secrets."""
-        return self._url
+            self.store = _open(url, access, options)
 
     @property
     def entries_skipped(self) -> int:
@@ -172,7 +113,7 @@ class UrlObjects:
         _check_memory("image", image)
         try:
             with self._translated("write", name):
-                await self.store.put(name, image, create=create)
+                await self.store.write(name, image, create=create)
         except ChunkMissing as error:
             # A folder that cannot be made (a dangling link, a pseudo file system) is no miss.
             raise TierUnavailable(
@@ -184,7 +125,7 @@ class UrlObjects:
         _check_name(name)
         _check_memory("into", into)
         with self._translated("read", name):
-            return await self.store.get(name, into, seen=seen)
+            return await self.store.read(name, into, seen=seen)
 
     async def list(
         self, prefix: str, *, start_after: str = "", deep: bool = True, names_max: int | None = None
@@ -196,7 +137,7 @@ class UrlObjects:
             _check_name(folder)
         try:
             with self._translated("list", prefix):
-                return await self.store.find(
+                return await self.store.list(
                     folder, start_after=start_after, deep=deep, names_max=names_max
                 )
         except ChunkMissing as error:
@@ -214,7 +155,7 @@ class UrlObjects:
             _check_name(name)
         if names:
             with self._translated("delete", names[0]):
-                await self.store.remove(names)
+                await self.store.delete(names)
 
     async def quarantine(self, name: str) -> None:
         """See `ObjectTier.quarantine`."""
@@ -229,26 +170,24 @@ class UrlObjects:
         await self.write(name, sent)
         try:
             await self._probe_back(name, sent)
-            abilities = Abilities(creates=await self._probe_create(name, sent))
+            # A key may be allowed to put and get but not to list, and the catalog lists.
+            await self.list(PROBE_FOLDER)
+            abilities = Abilities(creates=False)
+            try:
+                await self.write(name, sent, create=True)
+            except ObjectExists:
+                abilities = Abilities(creates=True)
+            except TierUnavailable as error:
+                # "Not implemented" is an answer; a store that fails for a while gives none.
+                if error.retryable:
+                    raise
         except BaseException:
             with anyio.move_on_after(CLEANUP_SECONDS_MAX, shield=True):
                 with contextlib.suppress(Exception):
-                    await self.store.remove([name])
+                    await self.store.delete([name])
             raise
         await self.delete([name])
         return abilities
-
-    async def _probe_create(self, name: str, sent: Bytes) -> bool:
-        """Whether a write that would replace an object is refused."""
-        try:
-            await self.write(name, sent, create=True)
-        except ObjectExists:
-            return True
-        except TierUnavailable as error:
-            # "Not implemented" is an answer; a store that fails for a while gives none.
-            if error.retryable:
-                raise
-        return False
 
     async def _probe_back(self, name: str, sent: Bytes) -> None:
         got = np.zeros(PROBE_BYTES, dtype=np.uint8)
@@ -262,12 +201,10 @@ class UrlObjects:
             ) from error
         if size_bytes != PROBE_BYTES or not np.array_equal(sent, got):
             raise TierUnavailable(
-                f"read {self._url}/{name}: {size_bytes} bytes came back that differ from the "
+                f"read {self.url}/{name}: {size_bytes} bytes came back that differ from the "
                 f"{PROBE_BYTES} written; look for a proxy or cache before the store",
                 retryable=False,
             )
-        # A key may be allowed to put and get but not to list, and the catalog lists.
-        await self.list(PROBE_FOLDER)
 
     async def close(self) -> None:
         """See `ObjectTier.close`."""
@@ -276,7 +213,7 @@ class UrlObjects:
 
     @contextlib.contextmanager
     def _translated(self, verb: str, name: str = "") -> Generator[None]:
-        target = f"{self._url}/{name}" if name else self._url
+        target = f"{self.url}/{name}" if name else self.url
         try:
             yield
         except (ImageTruncated, ObjectOdd, ObjectDenied) as error:
@@ -288,9 +225,7 @@ class UrlObjects:
             raise translate(error, f"{verb} {target}", self._secrets) from None
 
 
-def _open(
-    url: str, access: Access, options: Mapping[str, object], *, threads_max: int
-) -> StoreClient:
+def _open(url: str, access: Access, options: Mapping[str, object]) -> StoreClient:
     if "::" in url:
         raise TierUnavailable(
             f"store.url={url.split('::', 1)[0]}::…: chained URLs are not served; give the store's "
@@ -303,7 +238,7 @@ def _open(
         path = url.split("://", 1)[1] if "://" in url else url
         # A relative root must not move with the working directory.
         root = os.path.abspath(os.path.expanduser(path))
-        return LocalFolder(root, access.folder, threads_max=threads_max)
+        return LocalFolder(root, access.folder)
     # Not at the top: a sidecar with another kind of store does not have their packages.
     if backend == "obstore":
         from tiers.store.obstore_client import ObstoreClient

@@ -2,22 +2,20 @@
 
 Owns the obstore client of a store, the translation of `Access` for it, and when a slot is free
 again. A body is sent from the slot's own memory by Rust threads that never take the GIL. What is
-read is copied into the slot off the event loop, or received there by `s3_direct.py` where that
-can. Does not own names, arguments or the meaning of errors (`object_tier.py`), retries
-(`middleware.py`), nor finding S3 credentials (`aws_credentials.py`).
+read is copied into the slot off the event loop, or received there by `s3_direct.py` where that can.
+Does not own the meaning of errors (`object_tier.py`), nor finding S3 credentials
+(`aws_credentials.py`).
 
 Invariants:
 
-* When `put` has returned or raised, cancelled or not, obstore has released the slot. A cancelled
-  call of obstore raises before its Rust half has ended; so the memory view that was handed over is
-  released, which Python refuses while anything holds it.
+* A cancelled call of obstore raises before its Rust half has ended; so the memory view that was
+  handed over is released, which Python refuses while anything holds it.
 * One request per verb: bodies are never cut into parts (parts of an aborted upload are billed until
   somebody removes them), and the client never retries.
 
 Traps of obstore 0.12, each with a test: `allow_http` panics as a keyword and works inside
-`client_options`; its fsspec interface replaces what "create" must not; a process that exits while
-its threads run may abort; keys of a configuration are mixed with a session token of the
-environment.
+`client_options`; a process that exits while its threads run may abort; keys of a configuration are
+mixed with a session token of the environment.
 """
 
 from __future__ import annotations
@@ -34,12 +32,11 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import anyio
-import numpy as np
 import obstore
 from obstore import store
 
 from tiers.store import aws_credentials as aws
-from tiers.store.access import azure_account, installed, provider_of
+from tiers.store.access import azure_account, installed, present, provider_of
 from tiers.store.client import Bytes, Found, Listing, Seen, fill, run_to_end
 from tiers.store.errors import is_missing
 from tiers.store.s3_direct import NotUnderstoodError, S3DirectReads
@@ -72,16 +69,16 @@ class ObstoreClient:
 
     def __init__(self, url: str, access: Access) -> None:
         _start_runtime()
+        _keep_freed_memory()
         # One for obstore and direct reads: two would assume a role twice.
         provider = aws.credential_provider(access) if provider_of(url) == "s3" else None
         self.client = _client(url, access, provider)
         self._direct = _direct(url, access, provider)
         self._attributes = {"Storage-Class": access.storage_class} if access.storage_class else None
         self._copies = anyio.CapacityLimiter(COPY_THREADS_MAX)
-        _keep_freed_memory()
 
-    async def put(self, name: str, image: Bytes, *, create: bool) -> None:
-        """See `StoreClient.put`."""
+    async def write(self, name: str, image: Bytes, *, create: bool = False) -> None:
+        """See `Objects.write`."""
         body = image.data
         try:
             await obstore.put_async(
@@ -95,8 +92,8 @@ class ObstoreClient:
         finally:
             await _released(body)
 
-    async def get(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
-        """See `StoreClient.get`."""
+    async def read(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
+        """See `Objects.read`."""
         if (direct := self._direct) is not None:
             try:
                 return await direct.get(name, into, seen=seen)
@@ -108,22 +105,24 @@ class ObstoreClient:
                 direct.close()
         # The range bounds the memory that a foreign object of any size can take.
         body: Any = await obstore.get_range_async(self.client, name, start=0, end=into.nbytes + 1)
-        found = np.frombuffer(body, dtype=np.uint8)
-        return await run_to_end(lambda: fill(found, into, seen), self._copies)
+        return await run_to_end(lambda: fill(body, into, seen), self._copies)
 
-    async def find(
-        self, folder: str, *, start_after: str, deep: bool, names_max: int | None
+    async def list(
+        self, prefix: str, *, start_after: str = "", deep: bool = True, names_max: int | None = None
     ) -> Listing:
-        """See `StoreClient.find`."""
+        """See `Objects.list`."""
         if self._direct is not None:
             # Listings run every few seconds, reads may not.
             self._direct.tidy()
-        if not deep:
-            return await self._find_here(folder, start_after)
         found: Listing = []
+        if not deep:
+            answer = await obstore.list_with_delimiter_async(self.client, prefix or None)
+            found += [Found(f"{one}/", 0, 0.0) for one in answer["common_prefixes"]]
+            found += map(_found, answer["objects"])
+            return [one for one in found if one.name > start_after]
         stream = obstore.list(
             self.client,
-            folder or None,
+            prefix or None,
             offset=start_after or None,
             chunk_size=LIST_NAMES_PER_STEP,
         )
@@ -134,19 +133,13 @@ class ObstoreClient:
                 break
         return found
 
-    async def _find_here(self, folder: str, start_after: str) -> Listing:
-        answer = await obstore.list_with_delimiter_async(self.client, folder or None)
-        found = [Found(f"{one}/", 0, 0.0) for one in answer["common_prefixes"]]
-        found += map(_found, answer["objects"])
-        return [one for one in found if one.name > start_after]
-
     async def move(self, name: str, target: str) -> None:
         """See `StoreClient.move`."""
         await obstore.copy_async(self.client, name, target, overwrite=True)
-        await self.remove([name])
+        await self.delete([name])
 
-    async def remove(self, names: Sequence[str]) -> None:
-        """See `StoreClient.remove`."""
+    async def delete(self, names: Sequence[str]) -> None:
+        """See `Objects.delete`."""
         try:
             await obstore.delete_async(self.client, list(names))
         except FileNotFoundError:
@@ -160,7 +153,7 @@ class ObstoreClient:
                         raise
 
     async def close(self) -> None:
-        """See `StoreClient.close`."""
+        """See `Objects.close`."""
         if self._direct is not None:
             self._direct.close()
         # obstore has no verb for it. Its threads must be idle when Python ends.
@@ -222,8 +215,7 @@ def _direct(url: str, access: Access, provider: aws.Provider | None) -> S3Direct
         return None
     if provider is not None and not installed("botocore"):
         return None
-    parts = urlsplit(url)
-    bucket, prefix = parts.netloc.split("@", 1)[0], parts.path.strip("/")
+    bucket, prefix = _bucket_and_prefix(url)
     virtual = access.virtual_hosted(bucket)
     endpoint = (_with_bucket(access.endpoint, bucket) if virtual else access.endpoint).rstrip("/")
     way = urlsplit(endpoint)
@@ -242,9 +234,13 @@ def _direct(url: str, access: Access, provider: aws.Provider | None) -> S3Direct
     )
 
 
-def _client(url: str, access: Access, provider: aws.Provider | None) -> Any:
+def _bucket_and_prefix(url: str) -> tuple[str, str]:
     parts = urlsplit(url)
-    bucket, prefix = parts.netloc.split("@", 1)[0], parts.path.strip("/")
+    return parts.netloc.split("@", 1)[0], parts.path.strip("/")
+
+
+def _client(url: str, access: Access, provider: aws.Provider | None) -> Any:
+    bucket, prefix = _bucket_and_prefix(url)
     common: dict[str, Any] = {
         "prefix": prefix or None,
         "client_options": _client_options(access),
@@ -260,45 +256,37 @@ def _client(url: str, access: Access, provider: aws.Provider | None) -> Any:
 
 
 def _client_options(access: Access) -> dict[str, Any]:
-    options: dict[str, Any] = {
+    ca_file = access.tls.ca_file
+    return present(
         # Without this, http:// is refused.
-        "allow_http": True,
-        "connect_timeout": dt.timedelta(seconds=access.connect_seconds_max),
-        "read_timeout": dt.timedelta(seconds=access.read_seconds_max),
-        "timeout": dt.timedelta(seconds=REQUEST_SECONDS_MAX),
-        "pool_idle_timeout": dt.timedelta(seconds=POOL_IDLE_SECONDS_MAX),
-    }
-    if not access.tls.verify:
-        options["allow_invalid_certificates"] = True
-    if access.tls.ca_file is not None:
-        options["root_certificate"] = Path(access.tls.ca_file).read_bytes()
-    if access.proxy is not None:
-        options["proxy_url"] = access.proxy
-    return options
+        allow_http=True,
+        connect_timeout=dt.timedelta(seconds=access.connect_seconds_max),
+        read_timeout=dt.timedelta(seconds=access.read_seconds_max),
+        timeout=dt.timedelta(seconds=REQUEST_SECONDS_MAX),
+        pool_idle_timeout=dt.timedelta(seconds=POOL_IDLE_SECONDS_MAX),
+        allow_invalid_certificates=None if access.tls.verify else True,
+        root_certificate=None if ca_file is None else Path(ca_file).read_bytes(),
+        proxy_url=access.proxy,
+    )
 
 
 def _s3(bucket: str, access: Access, provider: aws.Provider | None) -> dict[str, Any]:
     virtual = access.virtual_hosted(bucket)
-    config: dict[str, Any] = {
-        "virtual_hosted_style_request": virtual,
+    endpoint = access.endpoint
+    return present(
+        virtual_hosted_style_request=virtual,
         # The image carries its own checksum; hashing it once more to sign it costs a core.
-        "unsigned_payload": True,
+        unsigned_payload=True,
         # Not every server knows the request that deletes many.
-        "disable_bulk_delete": access.endpoint is not None,
+        disable_bulk_delete=endpoint is not None,
         # obstore reads no profile.
-        "region": aws.region_of(access),
-    }
-    if access.endpoint is not None:
-        config["endpoint"] = _with_bucket(access.endpoint, bucket) if virtual else access.endpoint
-    if access.encryption.algorithm is not None:
-        config["server_side_encryption"] = access.encryption.algorithm
-    if access.encryption.kms_key is not None:
-        config["sse_kms_key_id"] = access.encryption.kms_key
-    if provider is None:
-        config["skip_signature"] = True
-    else:
-        config["credential_provider"] = provider
-    return config
+        region=aws.region_of(access),
+        endpoint=_with_bucket(endpoint, bucket) if endpoint and virtual else endpoint,
+        server_side_encryption=access.encryption.algorithm,
+        sse_kms_key_id=access.encryption.kms_key,
+        credential_provider=provider,
+        skip_signature=True if provider is None else None,
+    )
 
 
 def _with_bucket(endpoint: str, bucket: str) -> str:
@@ -308,55 +296,38 @@ def _with_bucket(endpoint: str, bucket: str) -> str:
 
 
 def _gcs(access: Access) -> dict[str, Any]:
-    config: dict[str, Any] = {}
-    if access.endpoint is not None:
-        config["base_url"] = access.endpoint
     credentials = access.credentials
-    match credentials.kind:
-        case "anonymous":
-            # obstore signs writes to GCS all the same, but nobody can write anonymously.
-            config["skip_signature"] = True
-        case "static" if credentials.key_file is not None:
-            config["service_account"] = credentials.key_file
-        case "static":
-            token = credentials.token
-            config["credential_provider"] = lambda: {"token": token, "expires_at": None}
-        case _:
-            pass
-    return config
+    bearer = {"token": credentials.token, "expires_at": None}
+    return present(
+        base_url=access.endpoint,
+        # obstore signs writes to GCS all the same, but nobody can write anonymously.
+        skip_signature=True if credentials.kind == "anonymous" else None,
+        service_account=credentials.key_file,
+        credential_provider=None if credentials.token is None else lambda: bearer,
+    )
 
 
 def _azure(url: str, access: Access) -> dict[str, Any]:
-    account = azure_account(url) or access.account
-    config: dict[str, Any] = {"account_name": account}
-    if access.endpoint is not None:
-        config["endpoint"] = access.endpoint
     credentials = access.credentials
     match credentials.kind:
-        case "anonymous":
-            config["skip_signature"] = True
         case "static" if credentials.account_key is not None:
-            config |= {"account_key": credentials.account_key, "credential_type": "access_key"}
-        case "static" if credentials.sas_token is not None:
-            config |= {"sas_key": credentials.sas_token, "credential_type": "sas_token"}
+            kind = "access_key"
         case "static":
-            config |= {
-                "tenant_id": credentials.tenant_id,
-                "client_id": credentials.client_id,
-                "client_secret": credentials.client_secret,
-                "credential_type": "client_secret",
-            }
-        case "role" if credentials.web_identity_token_file is not None:
-            config |= {
-                "tenant_id": credentials.tenant_id,
-                "client_id": credentials.client_id,
-                "federated_token_file": credentials.web_identity_token_file,
-                "credential_type": "workload_identity",
-            }
+            kind = "client_secret" if credentials.sas_token is None else "sas_token"
         case "role":
-            config["credential_type"] = "managed_identity"
-            if credentials.client_id is not None:
-                config["client_id"] = credentials.client_id
+            file = credentials.web_identity_token_file
+            kind = "managed_identity" if file is None else "workload_identity"
         case _:
-            pass
-    return config
+            kind = None
+    return present(
+        account_name=azure_account(url) or access.account,
+        endpoint=access.endpoint,
+        credential_type=kind,
+        skip_signature=True if credentials.kind == "anonymous" else None,
+        account_key=credentials.account_key,
+        sas_key=credentials.sas_token,
+        tenant_id=credentials.tenant_id,
+        client_id=credentials.client_id,
+        client_secret=credentials.client_secret,
+        federated_token_file=credentials.web_identity_token_file,
+    )

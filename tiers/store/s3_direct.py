@@ -1,19 +1,14 @@
 """GETs of S3 objects whose bytes go from the socket to the slot and nowhere else.
 
 Owns plain HTTP/1.1 connections to one server, its addresses, and the exchange of one object on a
-connection, in a thread of its own: the kernel copies into the slot, and nothing is allocated,
-collected or copied again. obstore allocates its own memory: its reads cost twice the processor
-time. Does not own credentials (`aws_credentials.py`), the meaning of errors (`errors.py`), nor
-which stores are read this way (`obstore_client.py`).
+connection, in a thread of its own: the kernel copies into the slot. obstore allocates its own
+memory: its reads cost twice the processor time. Does not own credentials (`aws_credentials.py`),
+nor which stores are read this way (`obstore_client.py`).
 
-Invariants:
-
-* When `get` has returned or raised, cancelled or not, no thread touches the slot any more. A
-  cancelled one ends at once, because its connection is shut down.
-* One object, one request. Only a kept connection that the server had closed before it could read
-  the request is replaced by a new one.
-* A connection is kept only after an answer that was read to its end.
-* One look-up of the host at a time, for all connections of a burst; any of them may be cancelled.
+Invariants: when `get` has returned or raised, cancelled or not, no thread touches the slot any
+more, and a cancelled one ends at once, because its connection is shut down; one object is one
+request, unless a kept connection had been closed by the server before it could read the request; a
+connection is kept only after an answer that was read to its end.
 """
 
 from __future__ import annotations
@@ -29,6 +24,7 @@ import select
 import socket
 import struct
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import quote, urlsplit
 
@@ -50,7 +46,7 @@ HEAD_BYTES_MAX: Final = 65_536
 HEAD_PIECE_BYTES: Final = 2048
 """Room for a usual head, and little of the body, which is copied once more behind it."""
 ERROR_BYTES_MAX: Final = 65_536
-_LAST_CHUNK: Final = b"\r\n0\r\n\r\n"
+_LAST_CHUNK = re.compile(rb"(^|\r\n)0\r\n\r\n$")
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})(?: |$)")
 _CODE = re.compile(rb"<Code>(\w+)</Code>")
 _MESSAGE = re.compile(rb"<Message>([^<]*)</Message>")
@@ -65,11 +61,10 @@ class Address(NamedTuple):
 
 
 class Addresses:
-    """The addresses of one host for TCP, looked up once for all connections of a burst.
+    """The addresses of one host for TCP, looked up once, in a thread, for a burst of connections.
 
-    The system's resolver is asked in a thread: one look-up per connection would start as many
-    threads when the event loop is busiest. Connections rotate over the addresses of the family that
-    the system names first. An address that failed is not offered again while the answer holds.
+    Connections rotate over the addresses of the family that the system names first. An address that
+    failed is not offered again while the answer holds.
     """
 
     def __init__(
@@ -85,11 +80,15 @@ class Addresses:
 
     async def take(self) -> list[Address]:
         """Addresses in the order to try them, at least one. Raises `OSError` if there is none."""
-        if not self._holds:
-            async with self._asking:
-                # Another connection may have asked meanwhile.
-                if not self._holds:
-                    await self._ask()
+        async with self._asking:
+            if not self._answer or self._clock() - self._answered >= ANSWER_SECONDS_MAX:
+                lines = await anyio.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+                found = [
+                    Address(family, protocol, place) for family, _, protocol, _, place in lines
+                ]
+                if not found:
+                    raise socket.gaierror(socket.EAI_NONAME, f"{self._host} has no address")
+                self._answer, self._answered = list(dict.fromkeys(found)), self._clock()
         first = [one for one in self._answer if one.family == self._answer[0].family]
         others = [one for one in self._answer if one.family != self._answer[0].family]
         self._turn += 1
@@ -100,17 +99,6 @@ class Addresses:
         """Do not offer this one before the host is looked up again."""
         if address in self._answer:
             self._answer.remove(address)
-
-    @property
-    def _holds(self) -> bool:
-        return bool(self._answer) and self._clock() - self._answered < ANSWER_SECONDS_MAX
-
-    async def _ask(self) -> None:
-        answer = await anyio.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
-        found = [Address(family, protocol, place) for family, _, protocol, _, place in answer]
-        if not found:
-            raise socket.gaierror(socket.EAI_NONAME, f"{self._host} has no address")
-        self._answer, self._answered = list(dict.fromkeys(found)), self._clock()
 
 
 class NotUnderstoodError(Exception):
@@ -140,8 +128,6 @@ class _Head(NamedTuple):
     keep: bool
     rest: bytes
     """The part of the body that came with it."""
-    chunked: bool = False
-    """Only in a refusal, whose text is searched as it came."""
 
 
 class _Connection:
@@ -171,23 +157,22 @@ class _Connection:
         with _batch_scheduling():
             with self._turns:
                 signed_request = request()
-            return self._fetch(signed_request, into, seen)
-
-    def _fetch(self, request: bytes, into: Bytes, seen: Seen | None) -> tuple[int, bool]:
-        try:
             try:
-                self._sock.sendall(request)
-                head = self._head()
-            except (BrokenPipeError, ConnectionResetError) as error:
-                raise _StaleError from error
-            if head.status not in (200, 206):
-                raise AnswerError(head.status, self._error_body(head))
-            check_size(head.length_bytes, into.nbytes)
-            target = into.data[: head.length_bytes]
-            self._fill(target, head.rest, seen)
-        except BlockingIOError as error:
-            raise TimeoutError("the server is silent for store.read_timeout") from error
-        return head.length_bytes, head.keep
+                head = self._ask(signed_request)
+                if head.status not in (200, 206):
+                    raise AnswerError(head.status, self._error_body(head))
+                check_size(head.length_bytes, into.nbytes)
+                self._fill(into.data[: head.length_bytes], head.rest, seen)
+            except BlockingIOError as error:
+                raise TimeoutError("the server is silent for store.read_timeout") from error
+            return head.length_bytes, head.keep
+
+    def _ask(self, request: bytes) -> _Head:
+        try:
+            self._sock.sendall(request)
+            return self._head()
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise _StaleError from error
 
     def _head(self) -> _Head:
         received, skipped = b"", 0
@@ -259,9 +244,7 @@ class _Connection:
         body = bytearray(head.rest)
         with contextlib.suppress(OSError):
             # One without a length ends with the connection, or with its last chunk.
-            while len(body) < head.length_bytes:
-                if head.chunked and (b"\r\n" + body[-7:]).endswith(_LAST_CHUNK):
-                    break
+            while len(body) < head.length_bytes and not _LAST_CHUNK.search(body):
                 piece = self._sock.recv(HEAD_PIECE_BYTES)
                 if not piece:
                     break
@@ -286,12 +269,9 @@ class _Connection:
 
 
 class S3DirectReads:
-    """Reads objects of one bucket, or of a prefix in it.
+    """Reads objects below `base`, `http://host:port/path` of a bucket or a prefix in it.
 
-    Args:
-        base: `http://host:port/path` of the bucket's prefix; object names are added to it.
-        region: for the signature.
-        provider: credentials, asked before each request; None for an anonymous reader.
+    `provider` has the credentials; None is an anonymous reader.
     """
 
     def __init__(
@@ -326,15 +306,11 @@ class S3DirectReads:
 
         Raises `ImageTruncated`, `AnswerError`, `NotUnderstoodError` or an `OSError`.
         """
-        credential = await self._renewed()
-
-        def request() -> bytes:
-            return self._request(name, into.nbytes, credential)
-
-        kept = self._take()
-        if kept is not None:
+        request = partial(self._request, name, into.nbytes, await self._renewed())
+        self.tidy()
+        if self._idle:
             with contextlib.suppress(_StaleError):
-                return await self._exchange(kept, request, into, seen)
+                return await self._exchange(self._idle.pop(), request, into, seen)
         try:
             return await self._exchange(await self._connect(), request, into, seen)
         except _StaleError:
@@ -349,18 +325,15 @@ class S3DirectReads:
     ) -> int:
         keep = False
         try:
-            size_bytes, keep = await run_to_end(
-                lambda: connection.fetch(request, into, seen),
-                self._threads,
-                abort=connection.cut,
-            )
+            fetch = partial(connection.fetch, request, into, seen)
+            size_bytes, keep = await run_to_end(fetch, self._threads, abort=connection.cut)
+            return size_bytes
         finally:
             if keep and not self._closed:
                 connection.idle_since = time.monotonic()
                 self._idle.append(connection)
             else:
                 connection.close()
-        return size_bytes
 
     async def _renewed(self) -> Credential | None:
         if self._provider is None:
@@ -384,10 +357,6 @@ class S3DirectReads:
         lines = [f"{field}: {value}" for field, value in fields.items()]
         return "\r\n".join([f"GET {path} HTTP/1.1", *lines, "", ""]).encode()
 
-    def _take(self) -> _Connection | None:
-        self.tidy()
-        return self._idle.pop() if self._idle else None
-
     def tidy(self) -> None:
         """Close kept connections that the server has closed, or that were idle for long."""
         now = time.monotonic()
@@ -401,27 +370,25 @@ class S3DirectReads:
         with anyio.fail_after(self._connect_seconds_max):
             found = await self._addresses.take()
         seconds = self._connect_seconds_max / len(found)
-        *others, last = found
-        for address in others:
+        for address in found[:-1]:
             with contextlib.suppress(OSError):
                 return await self._connect_to(address, seconds)
-        return await self._connect_to(last, seconds)
+        return await self._connect_to(found[-1], seconds)
 
     async def _connect_to(self, address: Address, seconds_max: float) -> _Connection:
-        sock: socket.socket | None = None
-        try:
-            # A machine without IPv6 refuses such a socket to begin with.
-            kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK
-            sock = socket.socket(address.family, kind, address.protocol)
-            with anyio.fail_after(seconds_max):
-                await asyncio.get_running_loop().sock_connect(sock, address.sockaddr)
-            return _Connection(sock, self._read_seconds_max, self._turns)
-        except BaseException as error:
-            if sock is not None:
-                sock.close()
-            if isinstance(error, OSError):
+        with contextlib.ExitStack() as unused:
+            try:
+                # A machine without IPv6 refuses such a socket to begin with.
+                kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK
+                sock = unused.enter_context(socket.socket(address.family, kind, address.protocol))
+                with anyio.fail_after(seconds_max):
+                    await asyncio.get_running_loop().sock_connect(sock, address.sockaddr)
+            except OSError:
                 self._addresses.failed(address)
-            raise
+                raise
+            connection = _Connection(sock, self._read_seconds_max, self._turns)
+            unused.pop_all()
+            return connection
 
     def close(self) -> None:
         """Close kept connections, and keep none from now on. A `get` that runs goes on."""
@@ -479,15 +446,14 @@ def _parsed(head: bytes, rest: bytes) -> _Head:
     length = fields.get(b"content-length", b"")
     if 300 <= number < 400:
         raise NotUnderstoodError(f"it answers with status {number}, a redirection")
-    chunked = b"transfer-encoding" in fields
+    known = length.isdigit() and b"transfer-encoding" not in fields
     if number < 200:
         return _Head(number, 0, keep=False, rest=rest)
     if number >= 400:
         # A refusal may have no length: a load balancer before the store, for one.
-        known = length.isdigit() and not chunked
         length_bytes = min(int(length), ERROR_BYTES_MAX) if known else ERROR_BYTES_MAX
-        return _Head(number, length_bytes, keep=False, rest=rest, chunked=chunked)
-    if not length.isdigit() or chunked:
+        return _Head(number, length_bytes, keep=False, rest=rest)
+    if not known:
         raise NotUnderstoodError(f"its answer of status {number} has no length")
     keep = first.startswith(b"HTTP/1.1") and fields.get(b"connection") != b"close"
     # More bytes than announced do not belong to the answer: the connection is out of step.
