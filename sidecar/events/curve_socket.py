@@ -10,6 +10,7 @@ most. libzmq buffers all frames of a message of an accepted subscriber.
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import zmq
@@ -24,21 +25,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
     from sidecar.config.observability import EventsSettings
+    from sidecar.events.unix_sockets import Received
 
 REQUESTS_QUEUED_MAX: Final = 64
 LINGER_MILLISECONDS_MAX: Final = 100
 
 
 class CurveSocket:
-    """The bound socket. Raises `StartError` where it cannot be bound.
+    """The bound socket, for `events.FIELD`. Arguments are those of a `UnixSocket`.
 
-    Args:
-        field: `endpoint` or `replay_endpoint`, the setting whose value is `endpoint`.
-        secret_key: this side's CURVE key.
-        queued_max: messages queued for one peer.
-        received: makes it a ROUTER, and is called with each peer and the parts of its request.
-            None makes it a PUB.
-        broke: receives an error of the socket itself.
+    Raises `StartError` where it cannot be bound.
     """
 
     def __init__(
@@ -48,7 +44,7 @@ class CurveSocket:
         settings: EventsSettings,
         secret_key: bytes,
         queued_max: int,
-        received: Callable[[bytes, list[bytes]], None] | None,
+        received: Received | None,
         broke: Callable[[BaseException], None],
     ) -> None:
         # ZAP answers for a whole context, so each socket has its own.
@@ -66,12 +62,13 @@ class CurveSocket:
             self._authenticator = ZapAuthenticator(
                 self._context, self._socket, secret_key, admitted, broke
             )
-            if received is not None:
-                self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self.endpoint = _bind(self._socket, f"events.{field}", endpoint)
             if received is not None:
+                self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
                 self._reader = ZmqReader(
-                    self._socket, lambda parts: received(parts[0], parts[1:]), broke
+                    self._socket,
+                    lambda parts: received(partial(self._send, parts[0]), parts[1:]),
+                    broke,
                 )
         except BaseException:
             self.close()
@@ -94,8 +91,7 @@ class CurveSocket:
             return False
         return True
 
-    def send(self, peer: bytes, frames: Sequence[bytes]) -> Sent:
-        """Queue one message for a peer."""
+    def _send(self, peer: bytes, frames: Sequence[bytes]) -> Sent:
         try:
             self._socket.send_multipart((peer, *frames), zmq.NOBLOCK)
         except zmq.Again:

@@ -1,23 +1,18 @@
-"""A mirror of one engine's own cache, built from its event stream.
+"""A mirror of one engine's own cache, built from its event stream. Pure.
 
 Owns the set of blocks, and turning the engine's events into ones that can stand beside those of
-other engines: they name the owner, and "all blocks cleared" becomes the removal of each. Does not
-own receiving the events (`engine_subscriber.py`). Pure.
+other engines: they name the owner, and "all blocks cleared" becomes the removal of each.
 
-Invariants:
-
-* At most `blocks_max` blocks are kept. Dropping one yields its removal, so the mirror always equals
-  what subscribers were sent.
-* vLLM may compute a block more than once (the last one of a prompt that is all cached; those of two
-  requests that load at the same time), keeps each copy, and publishes an event for each. A removal
-  is yielded for the last copy only, so that subscribers need not count. If vLLM publishes hits with
-  the same events, copies cannot be counted: then the first removal counts.
+Invariants: at most `BLOCKS_MAX` blocks are kept, and dropping one yields its removal, so the mirror
+always equals what subscribers were sent. vLLM may compute a block more than once, keeps each copy,
+and publishes an event for each: a removal is yielded for the last copy only. If vLLM publishes hits
+with the same events, copies cannot be counted: then the first removal counts.
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -29,6 +24,7 @@ if TYPE_CHECKING:
 
     from sidecar.events.records import CacheEvent, Hash
 
+T = TypeVar("T")
 BLOCKS_MAX: Final = 1 << 20
 HASHES_PER_EVENT_MAX: Final = 4096
 
@@ -53,10 +49,9 @@ class _Held(NamedTuple):
 class EngineBlocks:
     """One engine's blocks, by their events."""
 
-    def __init__(self, engine_id: str, *, blocks_max: int = BLOCKS_MAX) -> None:
+    def __init__(self, engine_id: str) -> None:
         self.owner = f"engine/{engine_id}"
         self.data_parallel_rank: int | None = None
-        self._blocks_max = blocks_max
         self._held: dict[_Place, _Held] = {}
         self._counts = True
 
@@ -77,8 +72,8 @@ class EngineBlocks:
                 case BlockStored() | BlockRemoved():
                     if not (event.ownership or "").startswith(TIERS_OWNER):
                         changes += self._apply(event)
-        while len(self._held) > self._blocks_max:
-            oldest = list(itertools.islice(self._held, len(self._held) - self._blocks_max))
+        while len(self._held) > BLOCKS_MAX:
+            oldest = list(itertools.islice(self._held, len(self._held) - BLOCKS_MAX))
             changes += self._drop(oldest)
         return changes
 
@@ -114,16 +109,9 @@ class EngineBlocks:
     def _drop(self, places: list[_Place]) -> list[CacheEvent]:
         events: list[CacheEvent] = []
         for (medium, group_idx, owner), run in itertools.groupby(places, key=lambda one: one[:3]):
-            names = [place.name for place in run]
             events += [
-                BlockRemoved(
-                    block_hashes=names[start : start + HASHES_PER_EVENT_MAX],
-                    medium=medium,
-                    group_idx=group_idx,
-                    locality=LOCAL,
-                    ownership=owner,
-                )
-                for start in range(0, len(names), HASHES_PER_EVENT_MAX)
+                BlockRemoved(names, medium, group_idx, LOCAL, owner)
+                for names in parts((place.name for place in run), HASHES_PER_EVENT_MAX)
             ]
         for place in places:
             del self._held[place]
@@ -133,6 +121,13 @@ class EngineBlocks:
         """An event for each block, oldest first."""
         for held in list(self._held.values()):
             yield event_of_block(held.event, held.position)
+
+
+def parts(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Consecutive lists of at most `size` items."""
+    iterator = iter(items)
+    while part := list(itertools.islice(iterator, size)):
+        yield part
 
 
 def _announces_hits(event: CacheEvent) -> bool:

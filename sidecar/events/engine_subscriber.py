@@ -5,8 +5,8 @@ Owns both sockets, the order of batches and the filling of gaps. Does not own th
 
 Invariants:
 
-* A replay of everything the engine still has is requested at once, so that the blocks of an idle
-  engine are known; again, with growing pauses, where it does not answer in time.
+* A replay of everything the engine still has is requested at once, and again, with growing pauses,
+  where it does not answer in time: so the blocks of an idle engine are known.
 * Batches are applied in the order of their numbers, each once. Where one is missing and is not
   replayed within `REPLAY_SECONDS_MAX`, all of the engine's blocks are dropped: a subscriber may
   know too few blocks, never one that is long gone.
@@ -48,11 +48,8 @@ _logger = logging.getLogger("kvlake.events")
 class EngineFeed:
     """A subscription that lasts as long as the engine's session. Make it on the loop.
 
-    Args:
-        endpoint, replay_endpoint: of the engine's publisher; the second may be empty.
-        publish: called with events for subscribers, and the engine's data-parallel rank.
-
-    Raises `zmq.ZMQError` where sockets cannot be made, or an endpoint is invalid.
+    `replay_endpoint` may be empty. `publish` is called with events for subscribers, and the
+    engine's data-parallel rank. Raises `zmq.ZMQError` where an endpoint is invalid.
     """
 
     def __init__(
@@ -78,7 +75,7 @@ class EngineFeed:
         self._readers: dict[zmq.Socket[bytes], ZmqReader] = {}
         self._context = zmq.Context(io_threads=1)
         try:
-            self._connect(zmq.SUB, endpoint, self._published)
+            self._connect(zmq.SUB, endpoint, self._receive)
             self._request()
         except BaseException:
             self._end()
@@ -101,10 +98,6 @@ class EngineFeed:
         self._readers.pop(sock).close()
         sock.close(linger=0)
 
-    def _published(self, frames: list[bytes]) -> None:
-        if _is_batch(frames):
-            self._receive(number_of(frames[-2]), frames[-1])
-
     def _replied(self, frames: list[bytes]) -> None:
         if not _is_batch(frames):
             return
@@ -114,28 +107,26 @@ class EngineFeed:
         elif self._replaying is not None:
             self._apply(number_of(frames[-2]), frames[-1])
 
-    def _receive(self, number: int, payload: bytes) -> None:
-        if self._replaying is not None:
-            self._waiting.append((number, payload))
-            self._waiting_bytes += len(payload)
-            too_many = len(self._waiting) > BATCHES_WAITING_MAX
-            if too_many or self._waiting_bytes > WAITING_BYTES_MAX:
-                self._abandon_replay()
-        elif number > self._last + 1 and self._try_request():
-            self._waiting.append((number, payload))
-            self._waiting_bytes += len(payload)
-        else:
+    def _receive(self, frames: list[bytes]) -> None:
+        if not _is_batch(frames):
+            return
+        number, payload = number_of(frames[-2]), frames[-1]
+        waits = self._replaying is not None
+        if not waits and not (number > self._last + 1 and self._try_request()):
             self._apply(number, payload)
+            return
+        self._waiting.append((number, payload))
+        self._waiting_bytes += len(payload)
+        if len(self._waiting) > BATCHES_WAITING_MAX or self._waiting_bytes > WAITING_BYTES_MAX:
+            self._abandon_replay()
 
     def _try_request(self) -> bool:
         """Request what is missing; False where that fails."""
         try:
             self._request()
         except zmq.ZMQError as error:
-            _logger.warning(
-                "missing batches of an engine cannot be requested",
-                extra=fields(owner=self.blocks.owner, error=error),
-            )
+            about = fields(owner=self.blocks.owner, error=error)
+            _logger.warning("missing batches of an engine cannot be requested", extra=about)
         return self._replaying is not None
 
     def _request(self) -> None:
@@ -190,9 +181,8 @@ class EngineFeed:
 
     def _lost(self, reason: str) -> None:
         self.gaps += 1
-        _logger.warning(
-            "an engine's blocks are dropped", extra=fields(owner=self.blocks.owner, reason=reason)
-        )
+        about = fields(owner=self.blocks.owner, reason=reason)
+        _logger.warning("an engine's blocks are dropped", extra=about)
         self._publish(self.blocks.clear(), self.blocks.data_parallel_rank)
 
     def close(self) -> None:
@@ -201,12 +191,9 @@ class EngineFeed:
         self._publish(self.blocks.clear(), self.blocks.data_parallel_rank)
 
     def _end(self) -> None:
-        if self._replaying is not None:
-            self._replaying.cancel()
-            self._replaying = None
-        if self._again is not None:
-            self._again.cancel()
-            self._again = None
+        for timer in (self._replaying, self._again):
+            if timer is not None:
+                timer.cancel()
         for sock in list(self._readers):
             self._disconnect(sock)
         self._context.destroy(linger=0)

@@ -4,27 +4,25 @@ Owns the sequence numbers, the batches kept for replay, the translation of chang
 into events, and snapshots of what is cached. Does not own sockets (`sockets.py`), nor the blocks of
 engines' own caches (`engine_mirror.py`).
 
-Invariants:
-
-* Numbers grow by one from batch to batch, and from one epoch of the sidecar to the next. The first
-  batch of an epoch clears everything.
-* A batch is published after its changes. The events of one block have the order of its changes, so
-  a subscriber that applies them has the directory's state. Applying an event twice is harmless.
-* The history is bounded in batches and in bytes. Nothing waits for a subscriber.
+Invariants: numbers grow by one from batch to batch, and from one epoch of the sidecar to the next,
+whose first batch clears everything; a batch is published after its changes, and the events of one
+block have the order of its changes; applying an event twice is harmless; the history is bounded in
+batches and in bytes; nothing waits for a subscriber.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final
 
 import zmq
 
 from sidecar.core.directory import ZERO_KEY, SegmentState
 from sidecar.core.stored_table import key_list
-from sidecar.events.engine_mirror import EngineBlocks
+from sidecar.events.engine_mirror import HASHES_PER_EVENT_MAX, EngineBlocks, parts
 from sidecar.events.engine_subscriber import EngineFeed
 from sidecar.events.records import (
     LOCAL,
@@ -52,10 +50,7 @@ if TYPE_CHECKING:
     from sidecar.events.records import CacheEvent
     from sidecar.sessions.namespaces import RealmLayout, Realms
 
-T = TypeVar("T")
-
 EVENTS_PER_BATCH_MAX: Final = 512
-HASHES_PER_EVENT_MAX: Final = 4096
 SIZE_UNKNOWN: Final = 0
 """vLLM's value where its offloading does not know a chunk's tokens."""
 
@@ -63,63 +58,47 @@ _logger = logging.getLogger("kvlake.events")
 _TIERS: Final = ((MEDIUM_CPU, LOCAL), (MEDIUM_STORAGE, REMOTE))
 
 
-class PublishedBatch(NamedTuple):
-    """One batch, encoded."""
-
-    number: int
-    payload: bytes
-
-
-class Publisher(Protocol):
-    """Where batches are published. Never waits."""
-
-    def publish(self, batch: PublishedBatch) -> None:
-        """Send a batch to all subscribers."""
-        ...
-
-
 class History:
-    """The newest batches, for replay."""
+    """The newest batches, encoded, for replay."""
 
     def __init__(self, first_number: int, *, batches_max: int, bytes_max: int) -> None:
         self.next_number = first_number
         self.size_bytes = 0
         self._batches_max = batches_max
         self._bytes_max = bytes_max
-        self._kept: deque[PublishedBatch] = deque()
+        self._kept: deque[bytes] = deque()
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def add(self, payload: bytes) -> PublishedBatch:
-        """Number a batch and keep it."""
-        batch = PublishedBatch(self.next_number, payload)
-        self.next_number += 1
-        self._kept.append(batch)
+    def add(self, payload: bytes) -> int:
+        """Keep a batch; returns its number."""
+        self._kept.append(payload)
         self.size_bytes += len(payload)
         while len(self._kept) > self._batches_max or self.size_bytes > self._bytes_max:
-            self.size_bytes -= len(self._kept.popleft().payload)
-        return batch
+            self.size_bytes -= len(self._kept.popleft())
+        self.next_number += 1
+        return self.next_number - 1
 
-    def since(self, number: int) -> list[PublishedBatch]:
-        """The kept batches from this number on."""
-        if not self._kept or number >= self.next_number:
-            return []
-        skipped = max(0, number - self._kept[0].number)
-        return [self._kept[place] for place in range(skipped, len(self._kept))]
+    def since(self, number: int) -> list[tuple[int, bytes]]:
+        """The kept batches from this number on, with their numbers."""
+        first = self.next_number - len(self._kept)
+        numbered = enumerate(self._kept, first)
+        return list(itertools.islice(numbered, max(0, number - first), None))
 
 
 class EventStream:
     """Publishes what the tiers gain and lose.
 
     Args:
+        send: sends a number and a batch to all subscribers. Never waits.
         memory: the host pool.
-        first_number: the first number of this epoch, above all numbers of earlier ones.
+        first_number: above all numbers of earlier epochs.
     """
 
     def __init__(
         self,
-        publisher: Publisher,
+        send: Callable[[int, bytes], None],
         realms: Realms,
         directory: Directory,
         memory: npt.NDArray[np.uint8],
@@ -127,24 +106,22 @@ class EventStream:
         first_number: int,
         batches_max: int,
         bytes_max: int,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self.history = History(first_number, batches_max=batches_max, bytes_max=bytes_max)
         self.events_told = 0
-        self._publisher = publisher
+        self._send = send
         self._realms = realms
         self._directory = directory
         self._memory = memory
-        self._clock = clock
         self.engines: dict[int, EngineFeed] = {}
         """Subscriptions to engines' own streams, by session."""
         self.publish([AllBlocksCleared()])
 
     def publish(self, events: Iterable[CacheEvent], data_parallel_rank: int | None = None) -> None:
         """Publish events in batches of a bounded size, one after the other."""
-        for part in _parts(events, EVENTS_PER_BATCH_MAX):
-            batch = EventBatch(self._clock(), part, data_parallel_rank)
-            self._publisher.publish(self.history.add(encode(batch)))
+        for part in parts(events, EVENTS_PER_BATCH_MAX):
+            payload = _encode(part, data_parallel_rank)
+            self._send(self.history.add(payload), payload)
             self.events_told += len(part)
 
     def changed(self, changes: Iterable[FlagChange]) -> None:
@@ -155,11 +132,11 @@ class EventStream:
         """Publish chunks (keys of shape [n, 32]) that the catalog lists."""
         if realm.readable:
             names = map(name_of, key_list(keys))
-            self.publish(self._listed(realm, part) for part in _parts(names, HASHES_PER_EVENT_MAX))
+            self.publish(self._listed(realm, part) for part in parts(names, HASHES_PER_EVENT_MAX))
 
     def forgotten(self, realm: RealmLayout, names: list[bytes]) -> None:
         """Publish the removal of stored chunks of a realm that was evicted."""
-        self.publish(_removed(realm, 1, part) for part in _parts(names, HASHES_PER_EVENT_MAX))
+        self.publish(_removed(realm, 1, part) for part in parts(names, HASHES_PER_EVENT_MAX))
 
     def follow(self, session_id: int, engine_id: str, endpoint: str, replay_endpoint: str) -> None:
         """Publish the events of an engine's own stream too, if it can be connected to."""
@@ -193,94 +170,91 @@ class EventStream:
         subscriber that applies them all, and then every batch published since the iteration began,
         has the state after those.
         """
-        yield encode(EventBatch(self._clock(), [AllBlocksCleared()]))
+        yield _encode([AllBlocksCleared()])
         for feed in list(self.engines.values()):
-            yield from self._payload(feed.blocks.snapshot(), feed.blocks.data_parallel_rank)
+            for part in parts(feed.blocks.snapshot(), EVENTS_PER_BATCH_MAX):
+                yield _encode(part, feed.blocks.data_parallel_rank)
         for realm in list(self._directory.realms.values()):
-            if realm.readable:
-                for names in _parts(realm.stored_names(), HASHES_PER_EVENT_MAX):
-                    if not self._knows(realm):
-                        break
-                    yield from self._payload([self._listed(realm, names)])
             # After the bare names, so that the event with all details of a chunk comes last.
-            for keys in _parts(list(realm.chunks), EVENTS_PER_BATCH_MAX):
+            for events in itertools.chain(self._named(realm), self._hosted(realm)):
+                yield _encode(events)
+
+    def _named(self, realm: Held) -> Iterator[list[CacheEvent]]:
+        if realm.readable:
+            for names in parts(realm.stored_names(), HASHES_PER_EVENT_MAX):
                 if not self._knows(realm):
-                    break
-                yield from self._payload(self._hosted(realm, keys))
+                    return
+                yield [self._listed(realm, names)]
+
+    def _hosted(self, realm: Held) -> Iterator[list[CacheEvent]]:
+        for keys in parts(list(realm.chunks), EVENTS_PER_BATCH_MAX // 2):
+            if not self._knows(realm):
+                return
+            events: list[CacheEvent] = []
+            for key in keys:
+                chunk = realm.chunks.get(key)
+                if chunk is not None and chunk.loadable:
+                    tiers = (0, 1) if realm.in_store(key) else (0,)
+                    events += [self._stored(realm, chunk, tier) for tier in tiers]
+            if events:
+                yield events
 
     def _knows(self, realm: Held) -> bool:
         """Whether a realm still exists."""
         return self._directory.realms.get(realm.realm_id) is realm
-
-    def _payload(
-        self, events: Iterable[CacheEvent], data_parallel_rank: int | None = None
-    ) -> Iterator[bytes]:
-        for part in _parts(events, EVENTS_PER_BATCH_MAX):
-            yield encode(EventBatch(self._clock(), part, data_parallel_rank))
-
-    def _hosted(self, realm: Held, keys: list[bytes]) -> list[CacheEvent]:
-        events: list[CacheEvent] = []
-        for key in keys:
-            chunk = realm.chunks.get(key)
-            if chunk is not None and chunk.loadable:
-                tiers = (0, 1) if realm.in_store(key) else (0,)
-                events += [self._stored(realm, chunk, tier) for tier in tiers]
-        return events
 
     # --- changes into events -------------------------------------------------------------------
 
     def _events(self, changes: Iterable[FlagChange]) -> Iterator[CacheEvent]:
         # Consecutive removals, and consecutive bare names, share an event: after a start those are
         # millions.
-        run: list[bytes] = []
-        kind: tuple[Held, int, bool] | None = None
-        for change in changes:
-            for tier in (0, 1):
-                was, now = change.was[tier], change.now[tier]
-                if was == now:
-                    continue
-                chunk = change.chunk
-                plain = not now or chunk is None or not _tokens(chunk)
-                this = (change.realm, tier, now)
-                if run and kind is not None and (not plain or this != kind):
-                    yield self._run(kind, run)
-                    run = []
-                if plain:
-                    run.append(name_of(change.key))
-                    kind = this
-                    if len(run) == HASHES_PER_EVENT_MAX:
-                        yield self._run(kind, run)
-                        run = []
-                elif chunk is not None:
-                    yield self._stored(change.realm, chunk, tier)
-        if run and kind is not None:
-            yield self._run(kind, run)
-
-    def _run(self, kind: tuple[Held, int, bool], names: list[bytes]) -> CacheEvent:
-        realm, tier, stored = kind
-        return (
-            self._listed(realm, names)
-            if stored
-            else _removed(self._realms[realm.realm_id], tier, names)
-        )
+        for (realm, tier, now, plain), run in itertools.groupby(
+            _flags(changes), lambda one: one[0]
+        ):
+            if not plain:
+                for _, change in run:
+                    assert change.chunk is not None, "it has tokens"
+                    yield self._stored(realm, change.chunk, tier)
+                continue
+            for names in parts((name_of(change.key) for _, change in run), HASHES_PER_EVENT_MAX):
+                if now:
+                    yield self._listed(realm, names)
+                else:
+                    yield _removed(self._realms[realm.realm_id], tier, names)
 
     def _stored(self, realm: Held, chunk: Chunk, tier: int) -> CacheEvent:
-        knows_tokens = _knows_tokens(realm)
-        return _stored_blocks(
-            self._realms[realm.realm_id],
-            tier,
-            [name_of(chunk.key)],
-            parent=None if chunk.parent == ZERO_KEY else name_of(chunk.parent),
-            token_ids=self._token_ids(realm, chunk) if knows_tokens else [],
-            block_size=_tokens(chunk) if knows_tokens else SIZE_UNKNOWN,
+        medium, locality = _TIERS[tier]
+        layout = self._realms[realm.realm_id]
+        known = _knows_tokens(realm)
+        return BlockStored(
+            block_hashes=[name_of(chunk.key)],
+            parent_block_hash=None if chunk.parent == ZERO_KEY else name_of(chunk.parent),
+            token_ids=self._token_ids(realm, chunk) if known else [],
+            block_size=_tokens(chunk) if known else SIZE_UNKNOWN,
+            lora_id=None,
+            medium=medium,
+            lora_name=None,
+            locality=locality,
+            ownership=layout.owner,
+            group_idx=layout.group,
         )
 
     def _listed(self, realm: Held, names: list[bytes]) -> CacheEvent:
         """Chunks known from the catalog alone, without their tokens and parents."""
-        known = self._realms[realm.realm_id]
-        chunk_tokens = known.block_tokens * known.blocks_per_chunk
-        size = chunk_tokens if _knows_tokens(realm) else SIZE_UNKNOWN
-        return _stored_blocks(known, 1, names, parent=None, token_ids=[], block_size=size)
+        layout = self._realms[realm.realm_id]
+        chunk_tokens = layout.block_tokens * layout.blocks_per_chunk
+        return BlockStored(
+            block_hashes=list(names),
+            parent_block_hash=None,
+            token_ids=[],
+            block_size=chunk_tokens if _knows_tokens(realm) else SIZE_UNKNOWN,
+            lora_id=None,
+            medium=MEDIUM_STORAGE,
+            lora_name=None,
+            locality=REMOTE,
+            ownership=layout.owner,
+            group_idx=layout.group,
+        )
 
     def _token_ids(self, realm: Held, chunk: Chunk) -> list[int]:
         segment = chunk.segments[0]
@@ -289,28 +263,20 @@ class EventStream:
         return templates[segment.num_blocks].token_ids(image)
 
 
-def _stored_blocks(
-    realm: RealmLayout,
-    tier: int,
-    names: list[bytes],
-    *,
-    parent: bytes | None,
-    token_ids: list[int],
-    block_size: int,
-) -> BlockStored:
-    medium, locality = _TIERS[tier]
-    return BlockStored(
-        block_hashes=list(names),
-        parent_block_hash=parent,
-        token_ids=token_ids,
-        block_size=block_size,
-        lora_id=None,
-        medium=medium,
-        lora_name=None,
-        locality=locality,
-        ownership=realm.owner,
-        group_idx=realm.group,
-    )
+def _encode(events: list[CacheEvent], data_parallel_rank: int | None = None) -> bytes:
+    return encode(EventBatch(time.time(), events, data_parallel_rank))
+
+
+def _flags(
+    changes: Iterable[FlagChange],
+) -> Iterator[tuple[tuple[Held, int, bool, bool], FlagChange]]:
+    """Each flag that changed: realm, tier, its value, and whether only the name is known of it."""
+    for change in changes:
+        for tier in (0, 1):
+            now = change.now[tier]
+            if change.was[tier] != now:
+                plain = not now or change.chunk is None or not _tokens(change.chunk)
+                yield (change.realm, tier, now, plain), change
 
 
 def _removed(realm: RealmLayout, tier: int, names: list[bytes]) -> BlockRemoved:
@@ -336,14 +302,3 @@ def _tokens(chunk: Chunk) -> int:
 def _knows_tokens(realm: Held) -> bool:
     layout = realm.layouts[0]
     return layout is None or layout.knows_tokens
-
-
-def _parts(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    part: list[T] = []
-    for item in items:
-        part.append(item)
-        if len(part) == size:
-            yield part
-            part = []
-    if part:
-        yield part

@@ -1,12 +1,9 @@
 """KV cache events as vLLM publishes them: the records, and batches as frames.
 
 Owns the wire format (MessagePack of vLLM's `vllm/distributed/kv_events.py`, which is not imported
-here) and the names of blocks. Does not own what is published (`publisher.py`), nor sockets
-(`sockets.py`).
-
-A batch is `[time, [event, ...], data_parallel_rank]`, an event a map with its class under `type`.
-Unknown fields of an event are dropped when it is decoded. Fields that vLLM omits where they have
-their default are omitted here too.
+here) and the names of blocks. A batch is `[time, [event, ...], data_parallel_rank]`, an event a map
+with its class under `type`. Unknown fields of an event are dropped when it is decoded. Fields that
+vLLM omits where they have their default are omitted here too.
 
 A chunk of kvlake's tiers is one block here. Its name is the first half of its key, 16 bytes, as in
 the shared index and in the catalog's table. `block_size` is its number of tokens.
@@ -78,18 +75,10 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     data_parallel_rank: int | None = None
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[EventBatch] = msgspec.msgpack.Decoder(EventBatch)
-
-
-def encode(batch: EventBatch) -> bytes:
-    """A batch as its frame."""
-    return _encoder.encode(batch)
-
-
-def decode(frame: bytes) -> EventBatch:
-    """A frame's batch. Raises `msgspec.DecodeError`, `msgspec.ValidationError` among them."""
-    return _decoder.decode(frame)
+encode: Final = msgspec.msgpack.Encoder().encode
+"""A batch as its frame."""
+decode: Final = msgspec.msgpack.Decoder(EventBatch).decode
+"""A frame's batch. Raises `msgspec.DecodeError`, `msgspec.ValidationError` among them."""
 
 
 def name_of(key: bytes) -> bytes:

@@ -9,40 +9,32 @@ nor the content of batches (`publisher.py`).
              batch and ["", "", -1, ""] at the end. All batches of a snapshot have the number of the
              last batch published before it: those with higher numbers follow it.
 
-Invariants:
-
-* Publishing never waits. A batch that a slow subscriber cannot take is dropped for it alone, and
-  counted.
-* One request is answered at a time, as fast as its sender reads, for `ANSWER_SECONDS_MAX` at most.
-  `REQUESTS_WAITING_MAX` are queued; more are dropped and counted, and their senders ask again.
-* Over TCP a subscriber has a key named in the configuration. The Unix sockets are for the sidecar's
-  own user and root, and buffer a bounded amount of what these send.
+Invariants: publishing never waits, and a batch that a slow subscriber cannot take is dropped for it
+alone, and counted; one request is answered at a time, for `ANSWER_SECONDS_MAX` at most, and beyond
+`REQUESTS_WAITING_MAX` requests are dropped and counted.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import anyio
 import anyio.lowlevel
 
 from sidecar.events.curve_socket import CurveSocket
 from sidecar.events.records import END_OF_REPLAY, SEQUENCE_BYTES, SNAPSHOT, number_frame
-from sidecar.events.unix_sockets import REQUEST_PARTS, UnixPub, UnixRouter
+from sidecar.events.unix_sockets import REQUEST_PARTS, UnixSocket
 from sidecar.transport.zmtp_server import Sent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from sidecar.config.observability import EventsSettings
-    from sidecar.events.publisher import EventStream, PublishedBatch
-    from sidecar.transport.zmtp_server import ZmtpPeer
-
-    SendFrames = Callable[[Sequence[bytes]], Sent]
+    from sidecar.events.publisher import EventStream
+    from sidecar.events.unix_sockets import Received, SendFrames
 
 REQUESTS_WAITING_MAX: Final = 64
 ANSWER_SECONDS_MAX: Final = 30.0
@@ -54,21 +46,12 @@ _IPC: Final = "ipc://"
 _logger = logging.getLogger("kvlake.events")
 
 
-class _Request(NamedTuple):
-    send: SendFrames
-    what: bytes
-
-
 class EventSockets:
     """Both sockets, bound. Make it on the loop; run `answer` as a task; close it at the end.
 
-    Args:
-        endpoint, replay_endpoint: `ipc://PATH`, or where ZMQ binds over TCP.
-        secret_key: this side's CURVE key, for TCP.
-        uids: users who may connect to the Unix sockets.
-        broke: receives an error of the sockets themselves.
-
-    Raises `StartError` where one cannot be bound.
+    Endpoints are `ipc://PATH`, for the users `uids`, or where ZMQ binds over TCP, for subscribers
+    with a key. `broke` receives an error of the sockets themselves. Raises `StartError` where one
+    cannot be bound.
     """
 
     def __init__(
@@ -85,40 +68,30 @@ class EventSockets:
         self.requests_answered = 0
         self.requests_dropped = 0
         self._topic = settings.topic.encode()
-        self._requests: deque[_Request] = deque()
+        self._requests: deque[tuple[SendFrames, bytes]] = deque()
         self._requested = anyio.Event()
         self._closed = False
-        queued = settings.queue_batches
-        self._pub = (
-            UnixPub(_path(endpoint), uids, queued, broke)
-            if endpoint.startswith(_IPC)
-            else CurveSocket("endpoint", endpoint, settings, secret_key, queued, None, broke)
-        )
+
+        def bind(
+            field: str, address: str, queued_max: int, received: Received | None
+        ) -> UnixSocket | CurveSocket:
+            if address.startswith(_IPC):
+                path = Path(address.removeprefix(_IPC))
+                return UnixSocket(path, uids, queued_max, received, broke)
+            return CurveSocket(field, address, settings, secret_key, queued_max, received, broke)
+
+        self._pub = bind("endpoint", endpoint, settings.queue_batches, None)
         try:
-            self._replay = (
-                UnixRouter(
-                    _path(replay_endpoint), uids, ANSWERS_QUEUED_MAX, self._asked_locally, broke
-                )
-                if replay_endpoint.startswith(_IPC)
-                else CurveSocket(
-                    "replay_endpoint",
-                    replay_endpoint,
-                    settings,
-                    secret_key,
-                    ANSWERS_QUEUED_MAX,
-                    self._asked_over_tcp,
-                    broke,
-                )
-            )
+            self._replay = bind("replay_endpoint", replay_endpoint, ANSWERS_QUEUED_MAX, self._ask)
         except BaseException:
             self._pub.close()
             raise
         self.endpoint, self.replay_endpoint = self._pub.endpoint, self._replay.endpoint
 
     @property
-    def unix_sockets(self) -> list[UnixPub | UnixRouter]:
+    def unix_sockets(self) -> list[UnixSocket]:
         """Those that have a file, which can be removed."""
-        return [one for one in (self._pub, self._replay) if isinstance(one, UnixPub | UnixRouter)]
+        return [one for one in (self._pub, self._replay) if isinstance(one, UnixSocket)]
 
     @property
     def handshakes_refused(self) -> int:
@@ -126,53 +99,42 @@ class EventSockets:
         both = (self._pub, self._replay)
         return sum(one.refused for one in both if isinstance(one, CurveSocket))
 
-    def publish(self, batch: PublishedBatch) -> None:
-        """Give a batch to every subscriber that can take it."""
-        if self._closed:
-            return
-        frames = (self._topic, number_frame(batch.number), batch.payload)
-        if not self._pub.publish(frames):
+    def publish(self, number: int, payload: bytes) -> None:
+        """Give a batch to every subscriber that can take it. Never waits."""
+        if not self._closed and not self._pub.publish((self._topic, number_frame(number), payload)):
             self.batches_dropped += 1
 
     # --- replay and snapshots --------------------------------------------------------------
-
-    def _asked_locally(self, peer: ZmtpPeer, parts: list[bytes]) -> None:
-        assert isinstance(self._replay, UnixRouter), "it calls this"
-        self._ask(partial(self._replay.send, peer), parts)
-
-    def _asked_over_tcp(self, peer: bytes, parts: list[bytes]) -> None:
-        assert isinstance(self._replay, CurveSocket), "it calls this"
-        self._ask(partial(self._replay.send, peer), parts)
 
     def _ask(self, send: SendFrames, parts: list[bytes]) -> None:
         fits = len(parts) == REQUEST_PARTS and len(parts[1]) == SEQUENCE_BYTES
         if not fits or len(self._requests) >= REQUESTS_WAITING_MAX:
             self.requests_dropped += 1
             return
-        self._requests.append(_Request(send, parts[1]))
+        self._requests.append((send, parts[1]))
         self._requested.set()
 
     async def answer(self, stream: EventStream) -> None:
         """Answer requests until cancelled."""
         while True:
             while self._requests:
-                request = self._requests.popleft()
+                send, what = self._requests.popleft()
                 with anyio.move_on_after(ANSWER_SECONDS_MAX) as scope:
-                    await self._answer(request, stream)
+                    await self._answer(send, _batches(what, stream))
                 if scope.cancelled_caught:
                     self.requests_dropped += 1
                     _logger.warning("a subscriber does not read what it asked for")
             self._requested = anyio.Event()
             await self._requested.wait()
 
-    async def _answer(self, request: _Request, stream: EventStream) -> None:
-        for number, payload in _batches(request.what, stream):
+    async def _answer(self, send: SendFrames, batches: Iterator[tuple[int, bytes]]) -> None:
+        for number, payload in batches:
             frames = (b"", self._topic, number_frame(number), payload)
-            if not await _send_when_room(request.send, frames):
+            if not await _send_when_room(send, frames):
                 self.requests_dropped += 1
                 return
             await anyio.lowlevel.checkpoint()
-        if await _send_when_room(request.send, (b"", b"", END_OF_REPLAY, b"")):
+        if await _send_when_room(send, (b"", b"", END_OF_REPLAY, b"")):
             self.requests_answered += 1
 
     def close(self) -> None:
@@ -180,10 +142,6 @@ class EventSockets:
         self._closed = True
         self._pub.close()
         self._replay.close()
-
-
-def _path(endpoint: str) -> Path:
-    return Path(endpoint.removeprefix(_IPC))
 
 
 async def _send_when_room(send: SendFrames, frames: Sequence[bytes]) -> bool:

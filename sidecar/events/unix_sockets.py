@@ -1,4 +1,4 @@
-"""Unix sockets for KV events: what SUB, DEALER and REQ sockets of ZMQ connect to.
+"""A Unix socket for KV events: a PUB or ROUTER, to which SUB, DEALER and REQ sockets connect.
 
 Owns subscriptions, and the limits of a subscriber. Does not own connections, reading and sending
 (`transport/zmtp_server.py`), nor TCP (`curve_socket.py`).
@@ -9,6 +9,7 @@ subscriptions at most, of `REQUEST_BYTES_MAX` each.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from sidecar.transport import zmtp
@@ -17,6 +18,11 @@ from sidecar.transport.zmtp_server import Sent, ZmtpPeer, ZmtpServer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
+
+    SendFrames = Callable[[Sequence[bytes]], Sent]
+    """Queues one message for a peer."""
+    Received = Callable[[SendFrames, list[bytes]], None]
+    """Takes the way back to a peer, and the parts of its request."""
 
 PEERS_MAX: Final = 256
 SUBSCRIPTIONS_MAX: Final = 64
@@ -27,18 +33,26 @@ REQUEST_PARTS: Final = 2
 MODE: Final = 0o600
 
 
-class _EventSocket(ZmtpServer):
+class UnixSocket(ZmtpServer):
+    """The bound socket, for the users `uids`.
+
+    Args:
+        queued_max: messages queued for one peer.
+        received: makes it a ROUTER, and is called with each request. None makes it a PUB.
+        broke: receives an error of the socket itself.
+    """
+
     def __init__(
         self,
         path: Path,
-        socket_type: bytes,
         uids: Iterable[int],
         queued_max: int,
+        received: Received | None,
         broke: Callable[[BaseException], None],
     ) -> None:
         super().__init__(
             path,
-            socket_type,
+            b"PUB" if received is None else b"ROUTER",
             broke,
             mode=MODE,
             queued_max=queued_max,
@@ -48,25 +62,7 @@ class _EventSocket(ZmtpServer):
             heartbeats=True,
         )
         self._uids = frozenset(uids)
-
-    def _admits(self, uid: int) -> bool:
-        return uid in self._uids and len(self._peers) < PEERS_MAX
-
-    def _identified(self, peer: ZmtpPeer) -> None:
-        """Subscribers need no identity."""
-
-
-class UnixPub(_EventSocket):
-    """A PUB socket for the users `uids`; `queued_max` messages are queued for one subscriber."""
-
-    def __init__(
-        self,
-        path: Path,
-        uids: Iterable[int],
-        queued_max: int,
-        broke: Callable[[BaseException], None],
-    ) -> None:
-        super().__init__(path, b"PUB", uids, queued_max, broke)
+        self._received = received
         self._topics: dict[ZmtpPeer, list[bytes]] = {}
 
     def publish(self, frames: Sequence[bytes]) -> bool:
@@ -78,8 +74,14 @@ class UnixPub(_EventSocket):
                 taken &= self._queue(peer, message) is not Sent.FULL
         return taken
 
+    def _send(self, peer: ZmtpPeer, frames: Sequence[bytes]) -> Sent:
+        return Sent.GONE if peer.closed else self._queue(peer, _message_of(frames))
+
     def _message(self, peer: ZmtpPeer, parts: list[bytes]) -> None:
-        """Subscribe or unsubscribe; any other message ends the connection."""
+        """Pass on a request; subscribe or unsubscribe. What is neither ends the connection."""
+        if self._received is not None:
+            self._received(partial(self._send, peer), parts)
+            return
         topics = self._topics.setdefault(peer, [])
         kind, topic = (parts[0][:1], parts[0][1:]) if len(parts) == 1 else (b"", b"")
         if kind == b"\1" and len(topics) < SUBSCRIPTIONS_MAX:
@@ -93,27 +95,11 @@ class UnixPub(_EventSocket):
         super()._close(peer)
         self._topics.pop(peer, None)
 
+    def _admits(self, uid: int) -> bool:
+        return uid in self._uids and len(self._peers) < PEERS_MAX
 
-class UnixRouter(_EventSocket):
-    """A ROUTER socket for the users `uids`; `received` is called with each peer's requests."""
-
-    def __init__(
-        self,
-        path: Path,
-        uids: Iterable[int],
-        queued_max: int,
-        received: Callable[[ZmtpPeer, list[bytes]], None],
-        broke: Callable[[BaseException], None],
-    ) -> None:
-        super().__init__(path, b"ROUTER", uids, queued_max, broke)
-        self._received = received
-
-    def send(self, peer: ZmtpPeer, frames: Sequence[bytes]) -> Sent:
-        """Queue one message for a peer."""
-        return Sent.GONE if peer.closed else self._queue(peer, _message_of(frames))
-
-    def _message(self, peer: ZmtpPeer, parts: list[bytes]) -> None:
-        self._received(peer, parts)
+    def _identified(self, peer: ZmtpPeer) -> None:
+        """Subscribers need no identity."""
 
 
 def _message_of(frames: Sequence[bytes]) -> bytes:

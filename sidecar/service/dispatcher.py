@@ -213,7 +213,7 @@ class Dispatcher:
         settings = self.config.events
         self.event_sockets = sockets
         self.events = EventStream(
-            sockets,
+            sockets.publish,
             self.realms,
             self.engine.directory,
             self.pool.memory,

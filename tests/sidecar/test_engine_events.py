@@ -20,7 +20,7 @@ import zmq
 from sidecar.core.directory import Directory
 from sidecar.events import records as kvevents
 from sidecar.events.engine_mirror import EngineBlocks, event_of_block
-from sidecar.events.publisher import EVENTS_PER_BATCH_MAX, EventStream, PublishedBatch
+from sidecar.events.publisher import EVENTS_PER_BATCH_MAX, EventStream
 from sidecar.events.records import name_of
 from sidecar.protocol import HITS_OWNER, Outcome, Role
 from sidecar.sessions.namespaces import Realms
@@ -267,8 +267,9 @@ def applied(blocks: EngineBlocks, *events: Any) -> list[Any]:
     return blocks.apply(kvevents.decode(frame).events)
 
 
-def test_an_engines_blocks_are_bounded() -> None:
-    blocks = EngineBlocks("e", blocks_max=3)
+def test_an_engines_blocks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    places.patch(monkeypatch, "BLOCKS_MAX", 3, package="sidecar")
+    blocks = EngineBlocks("e")
     told = applied(blocks, stored(1, 2, 3, 4, 5))
     assert len(blocks) == 3
     assert isinstance(told[-1], kvevents.BlockRemoved)
@@ -341,9 +342,9 @@ def test_a_late_subscriber_is_told_of_an_engines_blocks_part_by_part(
         return one_of(event, position)
 
     places.patch(monkeypatch, "event_of_block", counting)
-    nobody = SimpleNamespace(realms={}, publish=lambda _: None)
+    nobody = SimpleNamespace(realms={})
     stream = EventStream(
-        cast("Any", nobody),
+        lambda *_: None,
         cast("Any", nobody),
         cast("Any", nobody),
         np.empty(0, np.uint8),
@@ -375,9 +376,9 @@ def test_a_realm_that_is_forgotten_while_a_late_subscriber_is_told_of_it_ends_th
     for number in range(6):
         directory.set_stored(held, bytes([number]) * 32, 1, 1)
     held.segment_sources.register(0, layout_of().segment)
-    told: list[PublishedBatch] = []
+    told: list[bytes] = []
     stream = EventStream(
-        cast("Any", SimpleNamespace(publish=told.append)),
+        lambda _, payload: told.append(payload),
         realms,
         directory,
         np.empty(0, np.uint8),
@@ -394,7 +395,7 @@ def test_a_realm_that_is_forgotten_while_a_late_subscriber_is_told_of_it_ends_th
     assert not list(payloads)
     gone = [
         name
-        for event in kvevents.decode(told[-1].payload).events
+        for event in kvevents.decode(told[-1]).events
         if isinstance(event, kvevents.BlockRemoved)
         for name in event.block_hashes
     ]

@@ -362,11 +362,11 @@ def test_history_is_bounded_in_batches_and_in_bytes() -> None:
     history = History(100, batches_max=3, bytes_max=10)
     for size in (1, 2, 3, 4):
         history.add(b"x" * size)
-    assert [told.number for told in history.since(0)] == [101, 102, 103]
-    assert [told.number for told in history.since(102)] == [102, 103]
+    assert [number for number, _ in history.since(0)] == [101, 102, 103]
+    assert [number for number, _ in history.since(102)] == [102, 103]
     assert history.since(104) == []
     history.add(b"y" * 9)
-    assert [told.number for told in history.since(0)] == [104]
+    assert [number for number, _ in history.since(0)] == [104]
     assert history.size_bytes == 9
     history.add(b"z" * 11)
     assert history.since(0) == []
