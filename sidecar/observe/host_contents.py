@@ -32,9 +32,14 @@ if TYPE_CHECKING:
 CHUNKS_PER_SLICE: Final = 1024
 LIMIT_MAX: Final = 1000
 TENANTS_LISTED_MAX: Final = 1000
-_KEY: Final = re.compile(rf"^[0-9a-f]{{0,{2 * KEY_BYTES}}}$")
-_PLACE: Final = re.compile(rf"^([0-9a-f]{{{2 * KEY_BYTES}}}:[0-9]{{9}})?$")
-_TENANT: Final = re.compile(r"^[0-9a-f]{16}$")
+_DIGITS: Final = 2 * KEY_BYTES
+_FIELDS: Final = {
+    "key": (
+        f"[0-9a-f]{{0,{_DIGITS}}}",
+        f"keys are {_DIGITS} hexadecimal digits; give the first ones",
+    ),
+    "after": (f"([0-9a-f]{{{_DIGITS}}}:[0-9]{{9}})?", "must be `last` of the previous answer"),
+}
 
 Document = dict[str, Any]
 
@@ -59,13 +64,10 @@ def parse_query(query: Mapping[str, str]) -> ChunkQuery:
     limit = query.get("limit", str(LIMIT_MAX))
     if not limit.isdecimal() or int(limit[:9]) > LIMIT_MAX:
         raise QueryError(f"limit={limit[:32]!r}: must be a whole number, at most {LIMIT_MAX}")
-    if not _KEY.match(digits := query.get("key", "")):
-        raise QueryError(
-            f"key={digits[:80]!r}: keys are {2 * KEY_BYTES} hexadecimal digits; give the first ones"
-        )
-    if not _PLACE.match(after := query.get("after", "")):
-        raise QueryError(f"after={after[:80]!r}: must be `last` of the previous answer")
     given = {name: query.get(name, "") for name in ("namespace", "key", "after", "tenant")}
+    for name, (pattern, rule) in _FIELDS.items():
+        if not re.fullmatch(pattern, given[name]):
+            raise QueryError(f"{name}={given[name][:80]!r}: {rule}")
     return ChunkQuery(**given, limit=int(limit))
 
 
@@ -107,7 +109,7 @@ class HostContents:
         total = _Sums()
         tenants: defaultdict[bytes, _Sums] = defaultdict(_Sums)
         async for chunk in self._chunks(realms):
-            size_bytes = self._size_bytes(chunk)
+            size_bytes = _size_bytes(chunk)
             total.add(chunk, size_bytes)
             tenants[chunk.tenant].add(chunk, size_bytes)
         largest = sorted(tenants.items(), key=lambda one: -one[1].size_bytes)
@@ -161,7 +163,7 @@ class HostContents:
         return {
             "key": chunk.key.hex(),
             "parent": chunk.parent.hex(),
-            "size_bytes": self._size_bytes(chunk),
+            "size_bytes": _size_bytes(chunk),
             "parts": chunk.hosted,
             "num_blocks": max(segment.num_blocks for segment in chunk.segments),
             "tenant": self._tenant_name(chunk.tenant),
@@ -170,19 +172,13 @@ class HostContents:
             "in_store": chunk.realm.in_store(chunk.key),
         }
 
-    def _size_bytes(self, chunk: Chunk) -> int:
-        return sum(
-            segment.slot_bytes for segment in chunk.segments if segment.state is SegmentState.HOST
-        )
-
     # --- names -----------------------------------------------------------------------------
 
     def _namespaces(self) -> dict[str, list[RealmLayout]]:
         """The realms of each namespace, by its first digits."""
-        found: dict[str, list[RealmLayout]] = {}
+        found: defaultdict[str, list[RealmLayout]] = defaultdict(list)
         for realm in self._dispatcher.realms.all():
-            name = realm.namespace_digest.hex()[:NAMESPACE_CHARACTERS]
-            found.setdefault(name, []).append(realm)
+            found[realm.namespace_digest.hex()[:NAMESPACE_CHARACTERS]].append(realm)
         return dict(sorted(found.items()))
 
     def _namespace(self, digits: str) -> tuple[str, list[RealmLayout]]:
@@ -200,13 +196,12 @@ class HostContents:
         return self._dispatcher.engine.tenants.names.get(tenant) or tenant.hex()
 
     def _tenant(self, name: str) -> bytes | None:
-        names = self._dispatcher.engine.tenants.names
-        known = {label: tenant for tenant, label in names.items()}
         if not name:
             return None
+        known = {label: tenant for tenant, label in self._dispatcher.engine.tenants.names.items()}
         if name in known:
             return known[name]
-        if not _TENANT.match(name):
+        if not re.fullmatch("[0-9a-f]{16}", name):
             raise QueryError(
                 f"tenant {name[:64]!r}: the configuration names {', '.join(sorted(known))}; give "
                 "one of these, or an id of 16 hexadecimal digits"
@@ -217,6 +212,10 @@ class HostContents:
 
 def _held(chunk: Chunk) -> bool:
     return chunk.hosted > 0 and not chunk.detached
+
+
+def _size_bytes(chunk: Chunk) -> int:
+    return sum(one.slot_bytes for one in chunk.segments if one.state is SegmentState.HOST)
 
 
 def _first(found: list[tuple[str, Chunk]], limit: int) -> list[tuple[str, Chunk]]:

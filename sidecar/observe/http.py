@@ -2,22 +2,18 @@
 
 Owns the listening TCP socket, its connections and their limits, the routes, and authorization. Does
 not own the documents (`metrics.py`, `status.py`, `host_contents.py`, `service/watchdog.py`).
-
-Served by aiohttp's `AppRunner` on the sidecar's own loop. Rejected: uvicorn with starlette, which
-replaces the process's signal handlers while it serves and ends the process when it cannot bind.
-Connection tasks belong to aiohttp and are ended by `stop`.
+aiohttp's `AppRunner` serves on the sidecar's own loop. Rejected: uvicorn, which replaces the
+process's signal handlers, and ends the process when it cannot bind.
 
 Invariants:
 
 * /healthz answers as long as the loop turns. /readyz is 200 exactly while engines can attach and
-  be served, and its body says what is wrong. Nothing here changes anything.
-* With a token configured, /healthz and /readyz answer requests without it by codes only, without
-  reasons: probes of an orchestrator have no token, and reasons name paths.
+  be served. With a token configured, requests without it get codes only, without reasons: probes
+  of an orchestrator have no token, and reasons name paths.
 * A connection lasts `CONNECTION_SECONDS_MAX` at most, and a request has `HEADER_SECONDS_MAX` to
-  arrive. There are at most `CONNECTIONS_MAX`, and `PEER_CONNECTIONS_MAX` of one address: a client
-  that sends its request byte by byte cannot use up descriptors.
-* Beyond these limits a new connection replaces the one that has been idle longest (its request is
-  incomplete, or answered). Clients that only hold connections therefore keep no probe out.
+  arrive. There are at most `CONNECTIONS_MAX`, and `PEER_CONNECTIONS_MAX` of one address. Beyond
+  these a new connection replaces the one that has been idle longest (its request is incomplete, or
+  answered): clients that only hold connections keep no probe out.
 """
 
 from __future__ import annotations
@@ -41,6 +37,8 @@ if TYPE_CHECKING:
 
     from sidecar.observe.host_contents import HostContents
     from sidecar.service.watchdog import Watchdog
+
+    Answer = Callable[["Documents", web.Request], Awaitable[web.Response]]
 
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 BODY_BYTES_MAX: Final = 4096
@@ -87,11 +85,11 @@ class _Connection(asyncio.Protocol):
     ends: a limit based on it would refuse clients that ask many times a second.
     """
 
-    def __init__(self, handler: web.RequestHandler, server: HttpServer, begun: float) -> None:
+    def __init__(self, handler: web.RequestHandler, server: HttpServer) -> None:
         self._handler = handler
         self._server = server
         self._transport: asyncio.Transport | None = None
-        self.begun = begun
+        self.begun = begun = asyncio.get_running_loop().time()
         self.peer = ""
         self.answering = False
         """Whether a complete request is being answered."""
@@ -108,7 +106,7 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._server.leave(self._handler)
+        self._server.connections.pop(self._handler, None)
         # The handler never saw a refused connection.
         if self._handler.transport is not None:
             self._handler.connection_lost(exc)
@@ -129,7 +127,7 @@ class _Connection(asyncio.Protocol):
 
     def cut(self) -> None:
         """Close at once, without sending the rest: the client may never read it."""
-        self._server.leave(self._handler)
+        self._server.connections.pop(self._handler, None)
         if self._transport is not None:
             self._transport.abort()
 
@@ -148,20 +146,15 @@ class HttpServer:
         self._documents: Documents | None = None
         self._servers: list[asyncio.Server] = []
         self._url = ""
-        self._connections: dict[asyncio.BaseProtocol, _Connection] = {}
+        self.connections: dict[asyncio.BaseProtocol, _Connection] = {}
+        """By aiohttp's handler."""
         self._sweeper: asyncio.TimerHandle | None = None
         self.refusals = HttpRefusals()
         application = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[self._answering])
-        application.add_routes(
-            [
-                web.get("/metrics", self._guarded(self._metrics)),
-                web.get("/healthz", self._health),
-                web.get("/readyz", self._readiness),
-                web.get("/status", self._guarded(self._status)),
-                web.get("/host", self._guarded(self._host_usage)),
-                web.get("/host/chunks", self._guarded(self._host_chunks)),
-            ]
-        )
+        application.router.add_get("/healthz", _health)
+        application.router.add_get("/readyz", self._readiness)
+        for path, answer in _GUARDED.items():
+            application.router.add_get(path, self._guarded(answer))
         self._runner = web.AppRunner(
             application,
             handle_signals=False,
@@ -210,32 +203,22 @@ class HttpServer:
     def _protocol(self) -> asyncio.BaseProtocol:
         server = self._runner.server
         assert server is not None, "the socket is closed before the runner is cleaned up"
-        return _Connection(server(), self, asyncio.get_running_loop().time())
+        return _Connection(server(), self)
 
     def enter(self, handler: asyncio.BaseProtocol, connection: _Connection) -> bool:
         """List a connection; False if it is refused."""
-        same = [one for one in self._connections.values() if one.peer == connection.peer]
-        room = self._make_room(same, PEER_CONNECTIONS_MAX)
-        if room and self._make_room(list(self._connections.values()), CONNECTIONS_MAX):
-            self._connections[handler] = connection
-            return True
-        self.refusals.connections += 1
-        return False
-
-    def _make_room(self, among: list[_Connection], connections_max: int) -> bool:
-        """Close the longest idle one if there are too many; False if none is idle."""
-        if len(among) < connections_max:
-            return True
-        idle = [one for one in among if not one.answering]
-        if not idle:
-            return False
-        self.refusals.connections += 1
-        min(idle, key=lambda one: one.idle_since).cut()
+        limits = ((connection.peer, PEER_CONNECTIONS_MAX), (None, CONNECTIONS_MAX))
+        for peer, connections_max in limits:
+            among = [one for one in self.connections.values() if peer in (None, one.peer)]
+            if len(among) < connections_max:
+                continue
+            self.refusals.connections += 1
+            idle = [one for one in among if not one.answering]
+            if not idle:
+                return False
+            min(idle, key=lambda one: one.idle_since).cut()
+        self.connections[handler] = connection
         return True
-
-    def leave(self, handler: asyncio.BaseProtocol) -> None:
-        """Remove a connection from the list."""
-        self._connections.pop(handler, None)
 
     @web.middleware
     async def _answering(
@@ -243,7 +226,7 @@ class HttpServer:
         request: web.Request,
         handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
-        connection = self._connections.get(request.protocol)
+        connection = self.connections.get(request.protocol)
         if connection is None:
             return await handler(request)
         connection.asking_since, connection.answering = None, True
@@ -257,7 +240,7 @@ class HttpServer:
         """Close the connections that exceed their time."""
         loop = asyncio.get_running_loop()
         now = loop.time()
-        for connection in list(self._connections.values()):
+        for connection in list(self.connections.values()):
             asking = 0.0 if connection.asking_since is None else now - connection.asking_since
             if asking > HEADER_SECONDS_MAX or now - connection.begun > CONNECTION_SECONDS_MAX:
                 connection.cut()
@@ -273,9 +256,7 @@ class HttpServer:
         same = hmac.compare_digest(given.strip().encode("utf-8", "replace"), self._token)
         return same and scheme.lower() == "bearer"
 
-    def _guarded(
-        self, answer: Callable[[Documents, web.Request], Awaitable[web.Response]]
-    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    def _guarded(self, answer: Answer) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handler(request: web.Request) -> web.StreamResponse:
             if not self._authorized(request):
                 self.refusals.requests += 1
@@ -293,26 +274,40 @@ class HttpServer:
 
         return handler
 
-    async def _metrics(self, documents: Documents, _: web.Request) -> web.Response:
-        body = redacted(documents.metrics().decode()).encode()
-        return web.Response(body=body, headers={"Content-Type": METRICS_TYPE})
-
-    async def _status(self, documents: Documents, _: web.Request) -> web.Response:
-        return _json(documents.status())
-
-    async def _host_usage(self, documents: Documents, request: web.Request) -> web.Response:
-        usage = await documents.host.usage(request.query.get("namespace", ""))
-        return _json(usage, indent=None)
-
-    async def _host_chunks(self, documents: Documents, request: web.Request) -> web.Response:
-        return _json(await documents.host.chunks(parse_query(request.query)), indent=None)
-
-    async def _health(self, _: web.Request) -> web.StreamResponse:
-        return web.Response(text="ok\n")
-
     async def _readiness(self, request: web.Request) -> web.StreamResponse:
         ready, document = self._watchdog.readiness(reasons=self._authorized(request))
         return _json(document, status=200 if ready else 503)
+
+
+async def _health(_: web.Request) -> web.StreamResponse:
+    return web.Response(text="ok\n")
+
+
+async def _metrics(documents: Documents, _: web.Request) -> web.Response:
+    body = redacted(documents.metrics().decode()).encode()
+    return web.Response(body=body, headers={"Content-Type": METRICS_TYPE})
+
+
+async def _status(documents: Documents, _: web.Request) -> web.Response:
+    return _json(documents.status())
+
+
+async def _host_usage(documents: Documents, request: web.Request) -> web.Response:
+    usage = await documents.host.usage(request.query.get("namespace", ""))
+    return _json(usage, indent=None)
+
+
+async def _host_chunks(documents: Documents, request: web.Request) -> web.Response:
+    return _json(await documents.host.chunks(parse_query(request.query)), indent=None)
+
+
+_GUARDED: Final = {
+    "/metrics": _metrics,
+    "/status": _status,
+    "/host": _host_usage,
+    "/host/chunks": _host_chunks,
+}
+"""Routes that need the token, and answer once there are documents."""
 
 
 def listen_on(host: str, port: int) -> list[socket.socket]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import importlib.metadata
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,7 +22,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from sidecar.core.breaker import BreakerState
-from sidecar.core.tenants import OTHER, TenantCounters
+from sidecar.core.tenants import OTHER
 from sidecar.observe.metric_table import COUNTERS, GAUGES
 from sidecar.service.watchdog import PROBLEMS
 from tiers.catalog.retention import REASONS
@@ -78,21 +78,15 @@ class SidecarCollector(Collector):
         for family, table in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
             for row, help_text in table.items():
                 name, _, labels = row.rstrip("}").partition("{")
-                if name in values:
-                    metric = family(
-                        PREFIX + name, help_text, labels=labels.split(",") * bool(labels)
-                    )
-                    _add(metric, values.pop(name))
-                    yield metric
+                if name not in values:
+                    continue
+                value = values.pop(name)
+                metric = family(PREFIX + name, help_text, labels=labels.split(",") * bool(labels))
+                by_label = value if isinstance(value, Mapping) else {(): value}
+                for label, number in by_label.items():
+                    metric.add_metric([label] if isinstance(label, str) else label, number)
+                yield metric
         assert not values, f"the table lacks {sorted(values)}"
-
-
-def _add(
-    metric: GaugeMetricFamily | CounterMetricFamily, value: float | Mapping[Any, float]
-) -> None:
-    by_label = value if isinstance(value, Mapping) else {(): value}
-    for label, number in by_label.items():
-        metric.add_metric([label] if isinstance(label, str) else label, number)
 
 
 def _fields(prefix: str, counts: Any) -> Values:
@@ -119,22 +113,35 @@ def _engine(dispatcher: Dispatcher, now: EngineSnapshot) -> Values:
 
 
 def _tenants(dispatcher: Dispatcher, now: EngineSnapshot) -> Values:
-    tenants = now.tenants
-    values: Values = {
-        f"tenant_{field.name}": {one.name: getattr(one.counters, field.name) for one in tenants}
-        for field in dataclasses.fields(TenantCounters)
-    }
-    values["tenant_host_bytes"] = {one.name: one.host_bytes for one in tenants}
-    values["tenant_host_bytes_max"] = {one.name: one.quota.host_bytes_max or 0 for one in tenants}
-    if dispatcher.catalogs is not None:
-        for limit in ("store_bytes_max", "store_objects_max", "store_ttl_seconds"):
-            values[f"tenant_{limit}"] = {
-                one.name: getattr(one.quota, limit) or 0 for one in tenants
-            }
-        held = held_in_store(dispatcher)
-        values["tenant_store_bytes"] = {name: one.size_bytes for name, one in held.items()}
-        values["tenant_store_objects"] = {name: one.objects for name, one in held.items()}
-    return values
+    tenants = tenants_of(dispatcher, now)
+    names = set(tenants[0]) - {"name"}
+    if dispatcher.catalogs is None:
+        names = {name for name in names if not name.startswith("store_")}
+    return {f"tenant_{name}": {one["name"]: one[name] or 0 for one in tenants} for name in names}
+
+
+def tenants_of(dispatcher: Dispatcher, now: EngineSnapshot) -> list[dict[str, Any]]:
+    """Limits, counters and what is held of each tenant, by the names of the metrics."""
+    names, catalogs = dispatcher.engine.tenants.names, dispatcher.catalogs
+    held: defaultdict[str, Usage] = defaultdict(Usage)
+    if catalogs is not None:
+        held.update({name: catalogs.usage(tenant) for tenant, name in names.items()})
+        whole = catalogs.total_usage
+        held[OTHER] = Usage(
+            size_bytes=whole.size_bytes - sum(one.size_bytes for one in held.values()),
+            objects=whole.objects - sum(one.objects for one in held.values()),
+        )
+    return [
+        {
+            "name": one.name,
+            "host_bytes": one.host_bytes,
+            **dataclasses.asdict(one.quota),
+            **dataclasses.asdict(one.counters),
+            "store_bytes": held[one.name].size_bytes,
+            "store_objects": held[one.name].objects,
+        }
+        for one in now.tenants
+    ]
 
 
 def _host(dispatcher: Dispatcher, now: EngineSnapshot) -> Values:
@@ -160,7 +167,7 @@ def _store(dispatcher: Dispatcher, now: EngineSnapshot) -> Values:
     if store is None or watch is None:
         return {}
     breakers, verbs = dispatcher.engine.breakers, store.snapshot()
-    values: Values = {
+    return {
         "store_well": int(watch.health.well),
         "store_paused": {
             way: int(one.state is not BreakerState.CLOSED) for way, one in breakers.items()
@@ -183,24 +190,31 @@ def _store(dispatcher: Dispatcher, now: EngineSnapshot) -> Values:
         "store_requests": {name: store.billed.requests[name] for name in OPERATIONS},
         "store_request_bytes": {name: store.billed.num_bytes[name] for name in ("get", "put")},
     }
-    return values
 
 
 def _catalog(dispatcher: Dispatcher) -> Values:
-    values: Values = {}
-    catalogs, watch, collector = dispatcher.catalogs, dispatcher.watch, dispatcher.collector
-    if catalogs is not None:
-        values |= _fields("catalog_", catalogs.counts)
-        for name in ("files_written", "rows_waiting", "rows_lost"):
-            values[f"catalog_{name}"] = getattr(catalogs, name)
-    if watch is not None:
-        values["catalog_sweeps"] = watch.reconciler.sweeps
-        values["catalog_found"] = watch.reconciler.found
-    if collector is not None:
-        values |= _fields("collection_", collector.collected)
-        withdrawn = {one.setting: collector.withdrawn_by[one.setting] for one in REASONS}
-        values["collection_withdrawn_by_bound"] = withdrawn
-    return values
+    collector = dispatcher.collector
+    if collector is None:
+        return {}
+    counts = {f"catalog_{name}": count for name, count in catalog_counts(dispatcher).items()}
+    withdrawn = {one.setting: collector.withdrawn_by[one.setting] for one in REASONS}
+    collected = _fields("collection_", collector.collected)
+    return counts | collected | {"collection_withdrawn_by_bound": withdrawn}
+
+
+def catalog_counts(dispatcher: Dispatcher) -> dict[str, int]:
+    """What was read from and written to the catalogs of a store."""
+    catalogs, watch = dispatcher.catalogs, dispatcher.watch
+    assert catalogs is not None, "a store was opened"
+    assert watch is not None, "a store was opened"
+    return {
+        **dataclasses.asdict(catalogs.counts),
+        "files_written": catalogs.files_written,
+        "rows_waiting": catalogs.rows_waiting,
+        "rows_lost": catalogs.rows_lost,
+        "sweeps": watch.reconciler.sweeps,
+        "found": watch.reconciler.found,
+    }
 
 
 def _sockets(dispatcher: Dispatcher) -> Values:
@@ -237,20 +251,6 @@ def _health(watchdog: Watchdog, http_refusals: HttpRefusals) -> Values:
         "loop_lag_seconds_max": watchdog.lag_seconds_max,
         "http_refused": {"connection": http_refusals.connections, "token": http_refusals.requests},
     }
-
-
-def held_in_store(dispatcher: Dispatcher) -> dict[str, Usage]:
-    """What the tenants of each label are known to hold in the store, all namespaces together."""
-    names, catalogs = dispatcher.engine.tenants.names, dispatcher.catalogs
-    if catalogs is None:
-        return dict.fromkeys((*names.values(), OTHER), Usage())
-    held = {name: catalogs.usage(tenant) for tenant, name in names.items()}
-    whole = catalogs.total_usage
-    other = Usage(
-        size_bytes=whole.size_bytes - sum(one.size_bytes for one in held.values()),
-        objects=whole.objects - sum(one.objects for one in held.values()),
-    )
-    return held | {OTHER: other}
 
 
 def version() -> str:

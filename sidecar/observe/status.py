@@ -16,9 +16,9 @@ import json
 import os
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
-from sidecar.observe.metrics import held_in_store, version
+from sidecar.observe.metrics import catalog_counts, tenants_of, version
 from sidecar.protocol import PROTOCOL_VERSION
 from sidecar.sessions.model_names import model_name
 from tiers.store.middleware import OPERATIONS
@@ -26,7 +26,7 @@ from tiers.store.middleware import OPERATIONS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sidecar.config.store import PriceSettings
+    from sidecar.config.store import PriceSettings, StoreSettings
     from sidecar.core.commands import Counters, EngineSnapshot
     from sidecar.service.dispatcher import Dispatcher
     from sidecar.service.watchdog import Watchdog
@@ -43,18 +43,8 @@ _LOADS_MISSED: Final = ("dropped_full", "missing", "corrupt", "failed", "revoked
 Document = dict[str, Any]
 
 
-class _Sample(NamedTuple):
-    taken_at: float
-    num_bytes: tuple[int, ...]
-
-
 class Rates:
-    """Bytes per second in each direction, over `WINDOW_SECONDS` and at most one sample more.
-
-    Args:
-        counters: of the engine.
-        clock: monotonic seconds.
-    """
+    """Bytes per second in each direction, over `WINDOW_SECONDS` and at most one sample more."""
 
     def __init__(self, counters: Counters, clock: Callable[[], float] = time.monotonic) -> None:
         self._counters = counters
@@ -63,24 +53,20 @@ class Rates:
 
     def sample(self) -> None:
         """Take a sample if the last one is `SAMPLE_SECONDS` old."""
-        if self._clock() - self._samples[-1].taken_at >= SAMPLE_SECONDS:
+        if self._clock() - self._samples[-1][0] >= SAMPLE_SECONDS:
             self._samples.append(self._now())
 
     def document(self) -> Document:
         """Bytes per second in each direction, and the seconds over which they were counted."""
-        now, since = self._now(), self._samples[0]
-        seconds = max(now.taken_at - since.taken_at, 1e-3)
-        per_second = {
-            direction: round((after - before) / seconds, 3)
-            for direction, before, after in zip(
-                _DIRECTIONS, since.num_bytes, now.num_bytes, strict=True
-            )
-        }
-        return {"seconds": round(seconds, 3), "bytes_per_second": per_second}
+        (since, *before), (now, *after) = self._samples[0], self._now()
+        seconds = max(now - since, 1e-3)
+        moved = zip(_DIRECTIONS, before, after, strict=True)
+        rates = {way: round((new - old) / seconds, 3) for way, old, new in moved}
+        return {"seconds": round(seconds, 3), "bytes_per_second": rates}
 
-    def _now(self) -> _Sample:
-        num_bytes = (getattr(self._counters, f"bytes_{direction}") for direction in _DIRECTIONS)
-        return _Sample(self._clock(), tuple(num_bytes))
+    def _now(self) -> tuple[float, ...]:
+        """The time, and the bytes moved until then in each direction."""
+        return (self._clock(), *(getattr(self._counters, f"bytes_{way}") for way in _DIRECTIONS))
 
 
 class SidecarStatus:
@@ -157,7 +143,7 @@ class SidecarStatus:
                 for name, share in shares.shares.items()
             },
             "refused": {f"{what}/{why}": count for (what, why), count in shares.refused.items()},
-            "tenants": _tenants(dispatcher, now),
+            "tenants": tenants_of(dispatcher, now),
             "events": _event_stream(dispatcher),
             "sessions": _sessions(dispatcher),
             "uncached": [
@@ -183,26 +169,26 @@ class SidecarStatus:
             "write_queue_bytes": now.write_queue_bytes,
             "chunks": now.chunks_in_store,
             "listings": watch.listings,
-            "catalog": _catalog(dispatcher),
+            "catalog": catalog_counts(dispatcher) | {"compacts": watch.health.creates},
             "collection": _collection(dispatcher),
             "requests": dict(store.billed.requests),
             "request_bytes": dict(store.billed.num_bytes),
-            "monthly_bill": self._bill(store),
+            "monthly_bill": self._bill(store, settings),
             "retries": store.retried(),
             "verbs": {
                 verb: dataclasses.asdict(counts) for verb, counts in store.snapshot().items()
             },
         }
 
-    def _bill(self, store: Metered) -> Document | None:
+    def _bill(self, store: Metered, settings: StoreSettings) -> Document | None:
         """An estimate; None without prices in the configuration."""
-        catalogs, settings = self._dispatcher.catalogs, self._dispatcher.config.store
-        if catalogs is None or settings is None or settings.prices is None:
+        catalogs, prices = self._dispatcher.catalogs, settings.prices
+        if catalogs is None or prices is None:
             return None
         stored_bytes = catalogs.total_usage.size_bytes
         seconds = time.monotonic() - self._started
-        items = monthly(settings.prices, store.billed, stored_bytes=stored_bytes, seconds=seconds)
-        return {"currency": settings.prices.currency, **items}
+        items = monthly(prices, store.billed, stored_bytes=stored_bytes, seconds=seconds)
+        return {"currency": prices.currency, **items}
 
 
 def monthly(
@@ -246,18 +232,6 @@ def _host_tier(dispatcher: Dispatcher, now: EngineSnapshot) -> Document:
     }
 
 
-def _catalog(dispatcher: Dispatcher) -> Document:
-    catalogs, watch = dispatcher.catalogs, dispatcher.watch
-    assert catalogs is not None, "a store was opened"
-    assert watch is not None, "a store was opened"
-    return {
-        **dataclasses.asdict(catalogs.counts),
-        **_pick(catalogs, "files_written", "rows_waiting", "rows_lost"),
-        **_pick(watch.reconciler, "sweeps", "found"),
-        "compacts": watch.health.creates,
-    }
-
-
 def _collection(dispatcher: Dispatcher) -> Document:
     collector = dispatcher.collector
     assert collector is not None, "a store was opened"
@@ -278,17 +252,6 @@ def _realm(realm: RealmLayout) -> Document:
         **_pick(realm, "topology", "world_size", "block_tokens", "blocks_per_chunk"),
         "ranks_known": sorted(realm.ranks),
     }
-
-
-def _tenants(dispatcher: Dispatcher, now: EngineSnapshot) -> list[Document]:
-    held = held_in_store(dispatcher)
-    found: list[Document] = []
-    for one in now.tenants:
-        tenant = dataclasses.asdict(one)
-        tenant |= tenant.pop("quota") | tenant.pop("counters")
-        usage = held[one.name]
-        found.append(tenant | {"store_bytes": usage.size_bytes, "store_objects": usage.objects})
-    return found
 
 
 def _event_stream(dispatcher: Dispatcher) -> Document | None:
