@@ -35,7 +35,7 @@ from tiers.store.errors import is_missing
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from tiers.store.access import Access
+    from tiers.store.access import Access, Credentials
 
 COPY_THREADS_MAX: Final = 4
 COPY_BYTES: Final = 1 << 20
@@ -291,14 +291,14 @@ def _gcs(access: Access, given: Mapping[str, Any]) -> Any:
     # Its sibling, which fsspec would take, first asks an API that other servers than Google's do
     # not have for the layout of each bucket, and sends some requests by gRPC.
     from gcsfs.core import GCSFileSystem
-    from google.oauth2.credentials import Credentials
+    from google.oauth2 import credentials as google
 
     credentials = access.credentials
     token: Any = "google_default"  # noqa: S105 (gcsfs's word for the chain)
     if credentials.kind == "anonymous":
         token = "anon"  # noqa: S105 (gcsfs's word for none)
     elif credentials.kind == "static":
-        bearer: Any = Credentials
+        bearer: Any = google.Credentials
         token = credentials.key_file or bearer(credentials.token)
     options = {
         "endpoint_url": access.endpoint,
@@ -334,45 +334,42 @@ def _azure_client(account: str | None, access: Access, given: Mapping[str, Any])
     from azure.storage.blob.aio import BlobServiceClient
 
     account = given.get("account_name") or account
-    options: dict[str, Any] = {
-        "retry_total": 0,
-        "connection_timeout": access.connect_seconds_max,
-        "read_timeout": access.read_seconds_max,
-        "max_single_put_size": SINGLE_REQUEST_BYTES_MAX,
-        "max_single_get_size": SINGLE_REQUEST_BYTES_MAX,
-    }
-    if not access.tls.verify:
-        options["connection_verify"] = False
-    elif access.tls.ca_file is not None:
-        options["connection_verify"] = access.tls.ca_file
-    if access.proxy is not None:
-        options["proxies"] = {"http": access.proxy, "https": access.proxy}
+    proxies = access.proxy and {"http": access.proxy, "https": access.proxy}
+    options = present(
+        retry_total=0,
+        connection_timeout=access.connect_seconds_max,
+        read_timeout=access.read_seconds_max,
+        max_single_put_size=SINGLE_REQUEST_BYTES_MAX,
+        max_single_get_size=SINGLE_REQUEST_BYTES_MAX,
+        connection_verify=aws.verify(access),
+        proxies=proxies,
+    )
     if "connection_string" in given:
         return BlobServiceClient.from_connection_string(given["connection_string"], **options)
     host = given.get("account_host") or f"{account}.{AZURE_HOST}"
     # What adlfs calls credentials comes first.
     names = ("account_key", "sas_token", "tenant_id", "client_id", "client_secret")
     words = {name: given.get(name) for name in names}
-    if not any(words.values()):
-        words = {name: getattr(access.credentials, name) for name in names}
+    credentials = access.credentials
+    if any(words.values()):
+        credentials = dataclasses.replace(credentials, **words)
     return BlobServiceClient(
         access.endpoint or f"https://{host}",
-        credential=given.get("credential") or _azure_credential(access, account, words),
+        credential=given.get("credential") or _azure_credential(account, credentials),
         **options,
     )
 
 
-def _azure_credential(access: Access, account: str | None, words: Mapping[str, Any]) -> Any:
+def _azure_credential(account: str | None, credentials: Credentials) -> Any:
     from azure.identity import aio
 
-    if words["account_key"] is not None:
-        return {"account_name": account, "account_key": words["account_key"]}
-    if words["sas_token"] is not None:
-        return words["sas_token"]
-    if words["client_secret"] is not None:
-        names = ("tenant_id", "client_id", "client_secret")
-        return aio.ClientSecretCredential(*(words[name] or "" for name in names))
-    credentials = access.credentials
+    if credentials.account_key is not None:
+        return {"account_name": account, "account_key": credentials.account_key}
+    if credentials.sas_token is not None:
+        return credentials.sas_token
+    if credentials.client_secret is not None:
+        tenant, client = credentials.tenant_id or "", credentials.client_id or ""
+        return aio.ClientSecretCredential(tenant, client, credentials.client_secret)
     if credentials.kind == "anonymous":
         return None
     if credentials.web_identity_token_file is not None:
