@@ -12,6 +12,7 @@ import pytest
 
 from tests import places
 from tests.tiers.test_s3_direct import IMAGE, OK, slot, telling
+from tiers.store.access import Access
 from tiers.store.s3_direct import ANSWER_SECONDS_MAX, Address, Addresses, S3DirectReads
 
 if TYPE_CHECKING:
@@ -130,13 +131,8 @@ async def test_reads_try_the_next_address_also_after_a_socket_error(
     # However slow the machine is, the first answer holds.
     places.patch(monkeypatch, "ANSWER_SECONDS_MAX", math.inf, package="tiers")
     async with telling(*[OK + IMAGE.tobytes()] * 3) as (told, _):
-        reads = S3DirectReads(
-            f"http://store:{told.port}/bucket",
-            region="",
-            provider=None,
-            connect_seconds_max=20,
-            read_seconds_max=20,
-        )
+        access = Access(connect_seconds_max=20, read_seconds_max=20)
+        reads = S3DirectReads(f"http://store:{told.port}/bucket", access, None)
         for _ in range(3):
             assert await reads.get("name", slot()) == IMAGE.nbytes
         reads.close()

@@ -379,7 +379,7 @@ def test_which_stores_are_read_directly(
 ) -> None:
     made: list[str] = []
 
-    def make(base: str, **_: object) -> None:
+    def make(base: str, *_: object) -> None:
         made.append(base)
 
     places.patch(monkeypatch, "S3DirectReads", make)

@@ -225,13 +225,7 @@ def _direct(url: str, access: Access, provider: aws.Provider | None) -> S3Direct
     if way.scheme != "http" or proxied:
         return None
     path = "/".join(one for one in ("" if virtual else bucket, prefix) if one)
-    return S3DirectReads(
-        f"{endpoint}/{path}",
-        region=aws.region_of(access),
-        provider=provider,
-        connect_seconds_max=access.connect_seconds_max,
-        read_seconds_max=access.read_seconds_max,
-    )
+    return S3DirectReads(f"{endpoint}/{path}", access, provider)
 
 
 def _bucket_and_prefix(url: str) -> tuple[str, str]:

@@ -31,12 +31,14 @@ from urllib.parse import quote, urlsplit
 import anyio
 import anyio.to_thread
 
-from tiers.store.aws_credentials import OBSTORE_AHEAD_SECONDS, Credential, Provider
+from tiers.store.aws_credentials import OBSTORE_AHEAD_SECONDS, Credential, Provider, region_of
 from tiers.store.client import PIECE_BYTES, Bytes, Seen, check_size, run_to_end
 from tiers.threads import ComputeLimiter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
+
+    from tiers.store.access import Access
 
 IDLE_SECONDS_MAX: Final = 60.0
 ANSWER_SECONDS_MAX: Final = 5.0
@@ -274,24 +276,16 @@ class S3DirectReads:
     `provider` has the credentials; None is an anonymous reader.
     """
 
-    def __init__(
-        self,
-        base: str,
-        *,
-        region: str,
-        provider: Provider | None,
-        connect_seconds_max: float,
-        read_seconds_max: float,
-    ) -> None:
+    def __init__(self, base: str, access: Access, provider: Provider | None) -> None:
         parts = urlsplit(base)
         self._addresses = Addresses(parts.hostname or "", parts.port or 80)
         self._host_field = parts.netloc.rsplit("@", 1)[-1]
         self._path = parts.path.rstrip("/")
-        self._region = region
+        self._region = region_of(access)
         self._provider = provider
         self._credential: Credential | None = None
-        self._connect_seconds_max = connect_seconds_max
-        self._read_seconds_max = read_seconds_max
+        self._connect_seconds_max = access.connect_seconds_max
+        self._read_seconds_max = access.read_seconds_max
         if provider is not None:
             # Here, because it takes a while that the first read should not.
             import botocore.auth  # noqa: F401 # pyright: ignore[reportUnusedImport]
