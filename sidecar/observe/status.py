@@ -99,13 +99,9 @@ class SidecarStatus:
             "problems": readiness["problems"],
             "tiers": {"host": _host_tier(dispatcher, now), "store": self._store_tier(now)},
             "hits": {
-                "chunks_loaded": counters["chunks_loaded"],
-                "bytes_loaded": counters["bytes_loaded"],
-                "loads_served": counters["loads_served"],
+                **_pick(dispatcher.engine.counters, "chunks_loaded bytes_loaded loads_served"),
                 "loads_missed": sum(counters[f"loads_{how}"] for how in _LOADS_MISSED),
-                "lookups": counters["lookups"],
-                "lookups_expired": counters["lookups_expired"],
-                "chunks_read": counters["chunks_read"],
+                **_pick(dispatcher.engine.counters, "lookups lookups_expired chunks_read"),
             },
             "counters": counters,
             "rates": self._rates.document(),
@@ -115,17 +111,12 @@ class SidecarStatus:
             "tasks": len(asyncio.all_tasks()),
             "sockets": _pick(
                 dispatcher.socket_stats,
-                "sessions_opened",
-                "connections_cut",
-                "attaches_expired",
-                "frames_received",
-                "replies_dropped",
-                "frames_refused",
-                "attaches_refused",
+                "sessions_opened connections_cut attaches_expired frames_received replies_dropped "
+                "frames_refused attaches_refused",
             ),
             "realms": [
                 _realm(dispatcher.realms[one.realm_id])
-                | _pick(one, "sessions", "chunks_in_host", "chunks_in_store")
+                | _pick(one, "sessions chunks_in_host chunks_in_store")
                 for one in now.realms
             ],
             "index": {
@@ -147,7 +138,7 @@ class SidecarStatus:
             "events": _event_stream(dispatcher),
             "sessions": _sessions(dispatcher),
             "uncached": [
-                _pick(one, "engine_id", "pid", "uid", "reason", "message")
+                _pick(one, "engine_id pid uid reason message")
                 | {"seconds": _seconds_since(one.since)}
                 for one in dispatcher.uncached.all()
             ],
@@ -210,9 +201,9 @@ def monthly(
     return {name: round(value, 4) for name, value in items.items()}
 
 
-def _pick(source: object, *names: str) -> Document:
-    """Some attributes of an object, by name."""
-    return {name: getattr(source, name) for name in names}
+def _pick(source: object, names: str) -> Document:
+    """Some attributes of an object, whose names are separated by spaces."""
+    return {name: getattr(source, name) for name in names.split()}
 
 
 def _seconds_since(moment: float) -> float:
@@ -223,7 +214,7 @@ def _host_tier(dispatcher: Dispatcher, now: EngineSnapshot) -> Document:
     stats, pool = dispatcher.pool.stats(), dispatcher.pool
     return {
         "policy": dispatcher.config.host.policy,
-        **_pick(stats, "size_bytes", "used_bytes", "slab_bytes"),
+        **_pick(stats, "size_bytes used_bytes slab_bytes"),
         "unclaimed_bytes": now.unclaimed_bytes,
         "slots_unclaimed": now.slots_unclaimed,
         "chunks": now.chunks_in_host,
@@ -249,7 +240,7 @@ def _realm(realm: RealmLayout) -> Document:
         "model": model_name(namespace, realm.model),
         "namespace": namespace,
         "namespace_digest": realm.namespace_digest.hex(),
-        **_pick(realm, "topology", "world_size", "block_tokens", "blocks_per_chunk"),
+        **_pick(realm, "topology world_size block_tokens blocks_per_chunk"),
         "ranks_known": sorted(realm.ranks),
     }
 
@@ -264,13 +255,7 @@ def _event_stream(dispatcher: Dispatcher) -> Document | None:
         "next_number": stream.history.next_number,
         "events_told": stream.events_told,
         "batches_kept": len(stream.history),
-        **_pick(
-            sockets,
-            "batches_dropped",
-            "requests_answered",
-            "requests_dropped",
-            "handshakes_refused",
-        ),
+        **_pick(sockets, "batches_dropped requests_answered requests_dropped handshakes_refused"),
         "engines": [
             {"owner": feed.blocks.owner, "blocks": len(feed.blocks), "gaps": feed.gaps}
             for feed in stream.engines.values()
@@ -283,7 +268,7 @@ def _sessions(dispatcher: Dispatcher) -> list[Document]:
         {
             "session_id": session.session_id,
             "role": str(session.attach.role),
-            **_pick(session.attach, "engine_id", "rank", "world_size"),
+            **_pick(session.attach, "engine_id rank world_size"),
             "realm_id": session.realm.realm_id,
             "pid": session.connection.peer.pid,
             "attached_seconds": _seconds_since(session.opened),
