@@ -349,7 +349,7 @@ def _azure_client(account: str | None, access: Access, given: Mapping[str, Any])
     host = given.get("account_host") or f"{account}.{AZURE_HOST}"
     # What adlfs calls credentials comes first.
     names = ("account_key", "sas_token", "tenant_id", "client_id", "client_secret")
-    words = {name: given.get(name) for name in names}
+    words: dict[str, Any] = {name: given.get(name) for name in names}
     credentials = access.credentials
     if any(words.values()):
         credentials = dataclasses.replace(credentials, **words)

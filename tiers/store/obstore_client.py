@@ -303,6 +303,7 @@ def _gcs(access: Access) -> dict[str, Any]:
 
 def _azure(url: str, access: Access) -> dict[str, Any]:
     credentials = access.credentials
+    kind: str | None = None
     match credentials.kind:
         case "static" if credentials.account_key is not None:
             kind = "access_key"
@@ -312,7 +313,7 @@ def _azure(url: str, access: Access) -> dict[str, Any]:
             file = credentials.web_identity_token_file
             kind = "managed_identity" if file is None else "workload_identity"
         case _:
-            kind = None
+            pass
     return present(
         account_name=azure_account(url) or access.account,
         endpoint=access.endpoint,
