@@ -36,78 +36,10 @@ counted; every job of a `Submit` gets exactly one outcome in a `Done`, unless th
 first; nothing is pickled; a frame over `FRAME_BYTES_MAX` is refused before it is decoded.
 """
 
-# ruff: noqa: I001 (isort would give each re-exported name a statement of its own)
+# ruff: noqa: F403 (the public names of these modules are the protocol)
 
 from __future__ import annotations
 
-from sidecar.protocol.attaching import (
-    Attach as Attach,
-    AttachReply as AttachReply,
-    Attached as Attached,
-    Declined as Declined,
-    FirstMessage as FirstMessage,
-    Group as Group,
-    IndexMoved as IndexMoved,
-    Limits as Limits,
-    Memory as Memory,
-    Refused as Refused,
-    Role as Role,
-    sockets_of as sockets_of,
-)
-from sidecar.protocol.codec import (
-    ProtocolError as ProtocolError,
-    decode_attach_reply as decode_attach_reply,
-    decode_client as decode_client,
-    decode_first as decode_first,
-    decode_server as decode_server,
-    encode as encode,
-    frame_stream as frame_stream,
-    stream_length as stream_length,
-)
-from sidecar.protocol.limits import (
-    DECLINED_CHARS_MAX as DECLINED_CHARS_MAX,
-    DECLINE_REASONS as DECLINE_REASONS,
-    EVENT_NAME_BYTES as EVENT_NAME_BYTES,
-    FDS_PER_ATTACH_MAX as FDS_PER_ATTACH_MAX,
-    FRAME_BYTES_MAX as FRAME_BYTES_MAX,
-    GROUPS_MAX as GROUPS_MAX,
-    JOBS_PER_MESSAGE_MAX as JOBS_PER_MESSAGE_MAX,
-    KEYS_PER_MESSAGE_MAX as KEYS_PER_MESSAGE_MAX,
-    KEY_BYTES as KEY_BYTES,
-    KIND_CUDA_IPC as KIND_CUDA_IPC,
-    KIND_CUDA_VMM as KIND_CUDA_VMM,
-    KIND_MEMFD as KIND_MEMFD,
-    MEMORY_FDS as MEMORY_FDS,
-    MODEL_CHARACTERS_MAX as MODEL_CHARACTERS_MAX,
-    NAMESPACE_BYTES_MAX as NAMESPACE_BYTES_MAX,
-    PIN_MS_MAX as PIN_MS_MAX,
-    PROTOCOL_VERSION as PROTOCOL_VERSION,
-    TENANT_BYTES as TENANT_BYTES,
-    TOKEN_BYTES as TOKEN_BYTES,
-    TTL_MS_MAX as TTL_MS_MAX,
-)
-from sidecar.protocol.messages import (
-    ClientMessage as ClientMessage,
-    Done as Done,
-    Error as Error,
-    Events as Events,
-    HITS_OWNER as HITS_OWNER,
-    JobOutcome as JobOutcome,
-    Lease as Lease,
-    LoadChunk as LoadChunk,
-    LoadJob as LoadJob,
-    Lookup as Lookup,
-    LookupDone as LookupDone,
-    Outcome as Outcome,
-    Pin as Pin,
-    Release as Release,
-    RemovedEvent as RemovedEvent,
-    ServerMessage as ServerMessage,
-    StoreChunk as StoreChunk,
-    StoreJob as StoreJob,
-    StoredEvent as StoredEvent,
-    Submit as Submit,
-    TIERS_OWNER as TIERS_OWNER,
-    tenant_id as tenant_id,
-    tiers_owner as tiers_owner,
-)
+from sidecar.protocol.attaching import *
+from sidecar.protocol.codec import *
+from sidecar.protocol.messages import *

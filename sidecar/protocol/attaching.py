@@ -13,15 +13,34 @@ from typing import Annotated, Final
 
 import msgspec
 
-from sidecar.protocol.limits import (
-    BLOCKS_PER_CHUNK_MAX,
-    DECLINED_CHARS_MAX,
-    GROUPS_MAX,
-    MODEL_CHARACTERS_MAX,
-    NAMESPACE_BYTES_MAX,
-)
-from tiers.kv.layout import KVLayout, Segment
+from sidecar.protocol.messages import GROUPS_MAX
+from tiers.kv.layout import BLOCKS_PER_CHUNK_MAX, KVLayout, Segment
 
+PROTOCOL_VERSION: Final = 5
+"""Increased by every incompatible change. Both sides refuse other versions."""
+NAMESPACE_BYTES_MAX: Final = 65_536
+MODEL_CHARACTERS_MAX: Final = 256
+TOKEN_BYTES: Final = 16
+FDS_PER_ATTACH_MAX: Final = 4
+UUID_BYTES: Final = 16
+IPC_HANDLE_BYTES: Final = 64
+KIND_MEMFD: Final = "memfd"
+KIND_CUDA_IPC: Final = "cuda_ipc"
+KIND_CUDA_VMM: Final = "cuda_vmm"
+MEMORY_FDS: Final[dict[str, tuple[str, ...]]] = {
+    KIND_MEMFD: ("KV memory", "fence page"),
+    KIND_CUDA_IPC: ("fence page",),
+    KIND_CUDA_VMM: ("KV memory", "fence page"),
+}
+"""Kinds of memory, and the descriptors that arrive with each; the fence page is the last."""
+DECLINED_CHARS_MAX: Final = 1_000
+DECLINE_REASONS: Final = ("chunk_tokens", "unsupported", "weights", "memory")
+"""Why an engine serves without the cache, in a `Declined`:
+
+chunk_tokens: the chunk size is not a multiple of the block size. unsupported: something of the
+model, the engine or the machine is refused. weights: the files of the model cannot be read. memory:
+the KV cache of a rank cannot be shared.
+"""
 SERVICE_DIRECTORY: Final = "/run/kvlake"
 """`runtime.directory` of deploy/systemd/kvlake.service."""
 
@@ -120,20 +139,8 @@ class Attach(
     def parts(self) -> tuple[Attach, ...]:
         """One message for each group, as an engine of that group alone would send it."""
         first = msgspec.structs.replace(self, groups=())
-        return (
-            first,
-            *(
-                msgspec.structs.replace(
-                    first,
-                    namespace=group.namespace,
-                    block_tokens=group.block_tokens,
-                    blocks_per_chunk=group.blocks_per_chunk,
-                    segment=group.segment,
-                    layout=group.layout,
-                )
-                for group in self.groups
-            ),
-        )
+        others = (msgspec.structs.asdict(group) for group in self.groups)
+        return (first, *(msgspec.structs.replace(first, **fields) for fields in others))
 
 
 class Declined(msgspec.Struct, tag="declined", frozen=True, forbid_unknown_fields=True):

@@ -1,8 +1,8 @@
 """Messages over ZMQ: loads, stores, lookups, leases, pins, events, and their answers.
 
-Owns their fields, and names that connector and sidecar derive alike: of tenants, and of the tiers
-in KV cache events. Lists are bounded while they are decoded; `codec.py` checks what types cannot
-say.
+Owns their fields and limits, and names that connector and sidecar derive alike: of tenants, and of
+the tiers in KV cache events. No limit is a setting: both sides have the same. Lists are bounded
+while they are decoded; `codec.py` checks what types cannot say.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ from typing import Annotated, Final
 
 import msgspec
 
-from sidecar.protocol.limits import (
-    BLOCKS_PER_CHUNK_MAX,
-    GROUPS_MAX,
-    JOBS_PER_MESSAGE_MAX,
-    KEY_BYTES,
-    KEYS_PER_MESSAGE_MAX,
-    PIN_MS_MAX,
-    TENANT_BYTES,
-    TTL_MS_MAX,
-)
+from tiers.kv.layout import BLOCKS_PER_CHUNK_MAX
+
+FRAME_BYTES_MAX: Final = 4 * 1024 * 1024
+KEYS_PER_MESSAGE_MAX: Final = 65_536
+JOBS_PER_MESSAGE_MAX: Final = 4_096
+TTL_MS_MAX: Final = 365 * 24 * 3600 * 1000
+PIN_MS_MAX: Final = 24 * 3600 * 1000
+GROUPS_MAX: Final = 64
+"""KV cache groups of one engine: a model of 62 layers, one in six of another kind, has 7."""
+KEY_BYTES: Final = 32
+EVENT_NAME_BYTES: Final = 16
+"""The name of a chunk in KV cache events: the first half of its key."""
+TENANT_BYTES: Final = 8
 
 # Checked while decoding, a list's length before its first entry: otherwise a frame of small entries
 # could use many times its size before it is refused.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from sidecar.protocol.limits import MODEL_CHARACTERS_MAX
+from sidecar.protocol import MODEL_CHARACTERS_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
