@@ -50,9 +50,9 @@ from sidecar.service.self_checks import SelfChecks
 from sidecar.service.start_checks import events_key, http_token, shortages
 from sidecar.service.store_stack import WrapStore, open_store
 from sidecar.service.systemd import Notifier
-from sidecar.service.watchdog import Phase, Watchdog
-from sidecar.transport.attach_socket import listen
+from sidecar.service.watchdog import Watchdog
 from sidecar.transport.job_socket import JobSocket
+from sidecar.transport.unix_listener import UnixListener
 from tiers.errors import TierError
 
 if TYPE_CHECKING:
@@ -167,63 +167,86 @@ class Server:
     async def run(self, ready: Callable[[ServerInfo], None] | None) -> Exit:
         """Serve until stopped, drain, and close everything."""
         ended = Exit.OK
-        self._read_lost()
+        dispatcher, directory = self.dispatcher, self._directory
+        if lost := directory.read_lost():
+            dispatcher.lost_before = lost
+            _logger.warning(
+                "the sidecar before this one stopped before it had written everything",
+                extra=fields(objects_lost=lost),
+            )
         async with contextlib.AsyncExitStack() as stack:
             if self._store is not None:
                 stack.push_async_callback(_close_store, self._store)
-            stack.callback(self.dispatcher.close)
-            jobs = self._open_jobs()
+            stack.callback(dispatcher.close)
+            jobs = JobSocket(
+                directory.jobs_path,
+                dispatcher.received,
+                dispatcher.sessions.has_token,
+                dispatcher.stranger,
+                self._break,
+                mode=directory.socket_mode,
+                uids=self._config.runtime.served_uids,
+                replies_queued_max=self._config.limits.replies_queued_max,
+            )
             stack.callback(jobs.close)
-            self.dispatcher.connect(jobs)
+            dispatcher.connect(jobs)
             events = self._open_events(stack)
-            self._http.serve(self._documents())
+            self._http.serve(
+                Documents(
+                    metrics=partial(
+                        render_metrics, dispatcher, self._watchdog, self._http.refusals
+                    ),
+                    status=SidecarStatus(dispatcher, self._watchdog).document,
+                    host=HostContents(dispatcher),
+                )
+            )
             stack.callback(self._http.serve, None)
-            listener = listen(self._directory.attach_path, self._directory.socket_mode)
-            stack.callback(listener.close)
+            attaches = UnixListener(directory.attach_path, directory.socket_mode)
+            stack.callback(attaches.close)
             async with anyio.create_task_group() as tasks:
                 await self.start(tasks)
-                accepting = anyio.CancelScope()
-                handshakes = Handshakes(self.dispatcher, jobs.endpoint)
-                self_checks = SelfChecks(self.dispatcher, self._directory, handshakes, jobs)
-                self._watchdog.add(self_checks.check)
-                self._watchdog.repair(self_checks.repair)
-                tasks.start_soon(handshakes.run, listener, accepting)
+                handshakes = Handshakes(dispatcher, jobs.endpoint, tasks)
+                attaches.start(handshakes.accepted, self._break)
+                listeners = [attaches, jobs.listener]
+                if events is not None:
+                    listeners += [one.listener for one in events.unix_sockets]
+                self_checks = SelfChecks(dispatcher, directory, listeners)
+                loop = asyncio.get_running_loop()
+
+                def stop() -> None:
+                    # A closed loop has stopped already.
+                    with contextlib.suppress(RuntimeError):
+                        loop.call_soon_threadsafe(self.stopping.set)
+
                 info = ServerInfo(
-                    epoch=self.dispatcher.epoch,
-                    attach_path=self._directory.attach_path,
+                    epoch=dispatcher.epoch,
+                    attach_path=directory.attach_path,
                     endpoint=jobs.endpoint,
                     http_url=self._http.url,
                     events="" if events is None else events.endpoint,
                     replay="" if events is None else events.replay_endpoint,
-                    stop=_stopper(self.stopping),
+                    stop=stop,
                 )
                 _logger.info(
                     "serving",
                     extra=fields(attach=info.attach_path, http=info.http_url, epoch=info.epoch),
                 )
-                self._watchdog.enter(Phase.SERVING)
+                self._watchdog.serve(self_checks.check, self_checks.repair)
                 if ready is not None:
                     ready(info)
                 await self.stopping.wait()
-                self._watchdog.enter(Phase.DRAINING)
+                self._watchdog.drain()
                 stack.callback(self._end_in_time().cancel)
-                accepting.cancel()
-                self._directory.remove_sockets(self._directory.attach_path)
+                attaches.close()
+                directory.remove_sockets(directory.attach_path)
                 if self.broken is None:
                     ended = await self.drain()
                     self._write_lost()
-                self.dispatcher.end()
+                dispatcher.end()
                 tasks.cancel_scope.cancel()
         if self.broken is not None:
             raise self.broken
         return ended
-
-    def _documents(self) -> Documents:
-        return Documents(
-            metrics=partial(render_metrics, self.dispatcher, self._watchdog, self._http.refusals),
-            status=SidecarStatus(self.dispatcher, self._watchdog).document,
-            host=HostContents(self.dispatcher),
-        )
 
     async def start(self, tasks: anyio.abc.TaskGroup) -> None:
         """Start the tasks that run until the end, apart from sockets."""
@@ -259,18 +282,6 @@ class Server:
         stack.callback(sockets.close)
         self.dispatcher.publish(sockets, self._directory.first_event_number(self.dispatcher.epoch))
         return sockets
-
-    def _open_jobs(self) -> JobSocket:
-        return JobSocket(
-            self._directory.jobs_path,
-            self.dispatcher.received,
-            self.dispatcher.sessions.has_token,
-            self.dispatcher.stranger,
-            self._break,
-            mode=self._directory.socket_mode,
-            uids=self._config.runtime.served_uids,
-            replies_queued_max=self._config.limits.replies_queued_max,
-        )
 
     def _break(self, error: BaseException) -> None:
         """Stop because of `error`, which was raised outside the task group."""
@@ -322,14 +333,6 @@ class Server:
             self._pool.remove_files()
         os._exit(code)
 
-    def _read_lost(self) -> None:
-        lost = self.dispatcher.lost_before = self._directory.read_lost()
-        if lost:
-            _logger.warning(
-                "the sidecar before this one stopped before it had written everything",
-                extra=fields(objects_lost=lost),
-            )
-
     def _write_lost(self) -> None:
         """Record how many objects are lost, where host memory is removed with them."""
         if self._config.host.after_stop == "remove":
@@ -368,38 +371,27 @@ class Server:
         left = self.dispatcher.engine.pending_work()
         catalogs = self.dispatcher.catalogs
         rows_waiting = 0 if catalogs is None else catalogs.rows_waiting
-        if left.idle and rows_waiting:
+        if not left.idle:
+            _logger.warning(
+                "drained in part: limits.drain_seconds_max is over",
+                extra=fields(
+                    writes_left=left.writes_pending + left.writes_running,
+                    memory=self._config.host.after_stop,
+                    copies_left=left.copies_running,
+                    reads_left=left.reads_running + left.reads_queued,
+                    rows_untold=rows_waiting,
+                ),
+            )
+            return Exit.LOSS
+        if rows_waiting:
             _logger.warning(
                 "drained, but other sidecars were not notified of all writes; they find them when "
                 "they list the store (store.reconcile_every)",
                 extra=fields(rows_untold=rows_waiting),
             )
             return Exit.LOSS
-        if left.idle:
-            _logger.info("drained")
-            return Exit.OK
-        _logger.warning(
-            "drained in part: limits.drain_seconds_max is over",
-            extra=fields(
-                writes_left=left.writes_pending + left.writes_running,
-                memory=self._config.host.after_stop,
-                copies_left=left.copies_running,
-                reads_left=left.reads_running + left.reads_queued,
-                rows_untold=rows_waiting,
-            ),
-        )
-        return Exit.LOSS
-
-
-def _stopper(stopping: anyio.Event) -> Callable[[], None]:
-    loop = asyncio.get_running_loop()
-
-    def stop() -> None:
-        # A closed loop has stopped already.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(stopping.set)
-
-    return stop
+        _logger.info("drained")
+        return Exit.OK
 
 
 async def _close_store(store: Metered) -> None:

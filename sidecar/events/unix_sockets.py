@@ -55,13 +55,14 @@ class UnixSocket(ZmtpServer):
             b"PUB" if received is None else b"ROUTER",
             broke,
             mode=MODE,
+            uids=uids,
+            peers_max=PEERS_MAX,
             queued_max=queued_max,
             frame_bytes_max=REQUEST_BYTES_MAX,
             parts_max=REQUEST_PARTS,
             receive_bytes_max=RECEIVE_BYTES_MAX,
             heartbeats=True,
         )
-        self._uids = frozenset(uids)
         self._received = received
         self._topics: dict[ZmtpPeer, list[bytes]] = {}
 
@@ -94,9 +95,6 @@ class UnixSocket(ZmtpServer):
     def _close(self, peer: ZmtpPeer) -> None:
         super()._close(peer)
         self._topics.pop(peer, None)
-
-    def _admits(self, uid: int) -> bool:
-        return uid in self._uids and len(self._peers) < PEERS_MAX
 
     def _identified(self, peer: ZmtpPeer) -> None:
         """Subscribers need no identity."""

@@ -56,8 +56,6 @@ from sidecar.transport.zmtp_server import Sent
 from tiers.policy import make as make_policy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from sidecar.config.model import Config
     from sidecar.core.directory import FlagChange
     from sidecar.core.directory import Realm as Held
@@ -128,9 +126,11 @@ class Dispatcher:
         self.event_sockets: EventSockets | None = None
         self.copies = Copies(pool.memory, config.copies.threads, self._copied)
         self.gpus = Gpus(pool.memory, config.gpu)
-        self.catalogs = None if store is None else _new_catalogs(config, store)
-        self.watch = self._new_watch()
-        self.collector = self._new_collector()
+        self.catalogs: Catalogs | None = None
+        self.watch: StoreWatch | None = None
+        self.collector: Collector | None = None
+        if store is not None:
+            self._follow_store(store)
         self.executor = Executor(
             realms=self.realms,
             sessions=self.sessions,
@@ -154,15 +154,20 @@ class Dispatcher:
         self._events: deque[Event] = deque()
         self._feeding = False
         self._over = False
-        self._logged: dict[tuple[bytes, str], None] = {}
+        self._logged: set[tuple[bytes, str]] = set()
 
-    def _new_watch(self) -> StoreWatch | None:
+    def _follow_store(self, store: Metered) -> None:
         settings = self.config.store
-        if settings is None or self.store is None or self.catalogs is None:
-            return None
-        return StoreWatch(
-            self.store,
-            self.catalogs,
+        assert settings is not None, "a store was opened"
+        catalogs = self.catalogs = Catalogs(
+            store,
+            rows_max=settings.catalog_rows_max,
+            flush_seconds=settings.catalog_flush,
+            reads=settings.read == "on",
+        )
+        self.watch = StoreWatch(
+            store,
+            catalogs,
             self.realms,
             refresh_seconds=settings.refresh_seconds,
             flush_seconds=settings.catalog_flush,
@@ -171,15 +176,10 @@ class Dispatcher:
             reconcile_seconds=settings.reconcile_every,
             feed=self.feed,
             held=self.engine.stored_mask,
-            index_settled=self._index_settled,
+            index_settled=lambda realm: self.executor.indexes.settled(realm.indexed_in),
         )
-
-    def _new_collector(self) -> Collector | None:
-        if self.store is None or self.watch is None or self.catalogs is None:
-            return None
-        catalogs = self.catalogs
-        return Collector(
-            self.store, self.config, self.watch.health, lambda: catalogs.logs_unmerged_max
+        self.collector = Collector(
+            store, self.config, self.watch.health, lambda: catalogs.logs_unmerged_max
         )
 
     def _admits(self, realm_id: int, tenant: bytes, num_bytes: int, objects: int) -> bool:
@@ -231,9 +231,9 @@ class Dispatcher:
         if self.events is not None and not self._over:
             self.events.listed(realm, keys)
 
-    def handshakes_refused(self) -> Mapping[str, int]:
+    def handshakes_refused(self) -> dict[str, int]:
         """Connections for jobs refused before they were read, by reason."""
-        return {} if self._jobs is None else self._jobs.handshakes_refused
+        return {"user": 0 if self._jobs is None else self._jobs.users_refused}
 
     def drain(self) -> None:
         """Start no new work; `drained` is set once all running work has ended."""
@@ -298,17 +298,13 @@ class Dispatcher:
             ),
         )
         if self.events is not None and attach.events_endpoint:
-            peer = session.connection.peer.uid
-            if peer in (os.geteuid(), 0):
-                self.events.follow(
-                    session.session_id,
-                    attach.engine_id,
-                    attach.events_endpoint,
-                    attach.events_replay,
-                )
+            uid = session.connection.peer.uid
+            if uid in (os.geteuid(), 0):
+                endpoints = attach.events_endpoint, attach.events_replay
+                self.events.follow(session.session_id, attach.engine_id, *endpoints)
             else:
                 # It would choose what this process connects to, and what subscribers receive.
-                _logger.warning("an engine of another user is not followed", extra=fields(uid=peer))
+                _logger.warning("an engine of another user is not followed", extra=fields(uid=uid))
         self.feed(session.opened_event())
 
     def end_session(self, session: Session, reason: str) -> None:
@@ -356,7 +352,7 @@ class Dispatcher:
         session = self.sessions.by_token(routing_id)
         if session is None:
             # Not answered: it may be a client of the previous sidecar, which attaches again.
-            self._refuse(routing_id, ProtocolError("unknown_peer", "no session has this token"))
+            self.stranger(routing_id)
             return
         try:
             event = session.event_of(parts, self.epoch)
@@ -376,9 +372,9 @@ class Dispatcher:
         self.socket_stats.frames_refused[error.code] += 1
         if (routing_id, error.code) in self._logged:
             return
-        while len(self._logged) >= PEERS_LOGGED_MAX:
-            del self._logged[next(iter(self._logged))]
-        self._logged[routing_id, error.code] = None
+        if len(self._logged) >= PEERS_LOGGED_MAX:
+            self._logged.clear()
+        self._logged.add((routing_id, error.code))
         session = self.sessions.by_token(routing_id)
         _logger.warning(
             "frame refused (logged once per peer and code)",
@@ -393,8 +389,8 @@ class Dispatcher:
         session = self.sessions.get(session_id)
         if session is None:
             self.socket_stats.replies_dropped += 1
-            return
-        self._deliver(session, message)
+        else:
+            self._deliver(session, message)
 
     def _deliver(self, session: Session, message: ServerMessage) -> None:
         """Send a message, or end the session. Its client has sent something before."""
@@ -409,26 +405,12 @@ class Dispatcher:
         )
         session.connection.hang_up()
 
-    async def _index_settled(self, realm: RealmLayout) -> None:
-        await self.executor.indexes.settled(realm.indexed_in)
-
     def _index_moved(self, realm: RealmLayout) -> None:
         moved = encode(IndexMoved(self.epoch, realm.index.size_bytes))
         for session in self.sessions.all():
             reads = session.realm is realm and session.attach.role is Role.SCHEDULER
             if reads and not session.connection.try_send(moved, (realm.index.fd,)):
                 session.connection.hang_up()
-
-
-def _new_catalogs(config: Config, store: Metered) -> Catalogs:
-    settings = config.store
-    assert settings is not None, "a store was opened"
-    return Catalogs(
-        store,
-        rows_max=settings.catalog_rows_max,
-        flush_seconds=settings.catalog_flush,
-        reads=settings.read == "on",
-    )
 
 
 def _engine_limits(config: Config) -> EngineLimits:

@@ -1,19 +1,17 @@
 """Handshake: from a connection on the attach socket to a session, and to the session's end.
 
-Owns accepting, the time limit of an attach, the order of the checks, and the answer. An engine that
-serves without the cache gets no session: it is listed (`uncached.py`). Does not own the checks
-themselves (`sessions/session.py`, `sessions/namespaces.py`, `protocol/codec.py`) or the socket's
-framing (`transport/attach_socket.py`).
+Owns whom a connection is accepted from, the time limit of an attach, the order of the checks, and
+the answer. An engine that serves without the cache gets no session: it is listed (`uncached.py`).
+Does not own the checks themselves (`sessions/`, `protocol/codec.py`) or sockets (`transport/`).
 
 Invariants: a client is refused with a reason before anything is created for it, or has a session;
 its descriptors are mapped by that session or closed; nothing that it does here can raise beyond its
-own connection. Users who are not served are refused before a byte is read, cost no task, and do not
-delay others. A refusal is logged once a minute for each user and code.
+own connection. Users who are not served are refused before a byte is read, and do not delay others.
+A refusal is logged once a minute for each user and code.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import math
@@ -42,7 +40,7 @@ from sidecar.protocol import (
 from sidecar.service.realm_eviction import RealmEviction
 from sidecar.sessions.session import Session, check_shape
 from sidecar.sessions.worker_memory import take_memory
-from sidecar.transport.attach_socket import BACKLOG_CONNECTIONS_MAX, Connection, close_fds, peer_of
+from sidecar.transport.attach_socket import Connection, close_fds
 from tiers.errors import LayoutError, PoolError
 
 if TYPE_CHECKING:
@@ -50,12 +48,11 @@ if TYPE_CHECKING:
 
     from sidecar.protocol import FirstMessage
     from sidecar.service.dispatcher import Dispatcher
-    from sidecar.sessions.namespaces import RealmLayout
     from sidecar.sessions.worker_memory import WorkerMemory
-    from sidecar.transport.attach_socket import Peer
+    from sidecar.transport.unix_listener import Peer
 
-ACCEPT_PAUSE_SECONDS: Final = 0.1
-TURNED_AWAY_PER_WAKE_MAX: Final = 256
+ATTACHING_MAX: Final = 128
+"""Connections without a session, beside `limits.sessions_max` with one."""
 TURNED_AWAY_MAX: Final = 16
 """Connections of users who are not served that stay open to be read; more are closed without a
 reason, which takes a fifth of the time."""
@@ -70,11 +67,15 @@ _logger = logging.getLogger("kvlake.server")
 
 @contextlib.contextmanager
 def _as_refusals(connection: Connection) -> Generator[None]:
-    """Turn unexpected errors into a refusal of this client: they must not end the sidecar."""
+    """Turn errors into a refusal of this client: they must not end the sidecar."""
     try:
         yield
     except ProtocolError:
         raise
+    except LayoutError as error:
+        raise AttachRefused("layout", str(error)) from error
+    except PoolError as error:
+        raise AttachRefused("pool", str(error)) from error
     except (OSError, MemoryError) as error:
         raise AttachRefused(
             "resources", f"the sidecar lacks memory or descriptors for another client: {error}"
@@ -91,141 +92,82 @@ def _as_refusals(connection: Connection) -> Generator[None]:
 
 
 class Handshakes:
-    """Accepts connections and serves each until its end."""
+    """Serves each connection until its end, as one of `tasks`."""
 
-    def __init__(self, dispatcher: Dispatcher, endpoint: str) -> None:
+    def __init__(self, dispatcher: Dispatcher, endpoint: str, tasks: anyio.abc.TaskGroup) -> None:
         self._dispatcher = dispatcher
         self._eviction = RealmEviction(dispatcher)
         self._endpoint = endpoint
+        self._tasks = tasks
         self._connections = 0
-        self._connections_max = dispatcher.config.limits.sessions_max + BACKLOG_CONNECTIONS_MAX
-        self._listener: socket.socket | None = None
-        self._listening = anyio.CancelScope()
+        self._connections_max = dispatcher.config.limits.sessions_max + ATTACHING_MAX
         self._served_uids = dispatcher.config.runtime.served_uids
-        self._turned_away: set[socket.socket] = set()
+        self._turned_away = 0
         self._logged: dict[tuple[int, str], float] = {}
         """When the refusal of a user, by its code, was last logged."""
 
-    async def run(self, listener: socket.socket, accepting: anyio.CancelScope) -> None:
-        """Serve connections until cancelled. Cancelling `accepting` keeps the existing ones.
-
-        Takes over `listener`.
-        """
-        self._listener = listener
-        try:
-            async with anyio.create_task_group() as tasks:
-                with accepting:
-                    while True:
-                        await self._accept_all(self._listener, tasks)
-        finally:
-            self._listener.close()
-            for sock in self._turned_away:
-                sock.close()
-
-    def move_to(self, listener: socket.socket) -> None:
-        """Accept on another listener from now on. Connections are kept."""
-        self._listener = listener
-        self._listening.cancel()
-
-    async def _accept_all(self, listener: socket.socket, tasks: anyio.abc.TaskGroup) -> None:
-        """Accept until `move_to`, then close the listener."""
-        with anyio.CancelScope() as self._listening:
-            while True:
-                await anyio.wait_readable(listener)
-                for _ in range(TURNED_AWAY_PER_WAKE_MAX):
-                    sock = await self._accept(listener)
-                    if sock is None:
-                        break
-                    if self._served(sock):
-                        tasks.start_soon(self.serve, sock)
-                        # Its task must count it before another connection is accepted.
-                        break
-        listener.close()
-
-    async def _accept(self, listener: socket.socket) -> socket.socket | None:
-        try:
-            sock, _ = listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return None
-        except OSError as error:
-            # No descriptors or memory left: the connection stays in the backlog meanwhile.
-            _logger.error("cannot accept", extra=fields(error=error))  # noqa: TRY400
-            await anyio.sleep(ACCEPT_PAUSE_SECONDS)
-            return None
-        return sock
-
-    def _served(self, sock: socket.socket) -> bool:
-        """Whether a connection is served. Otherwise it is closed, and nothing of it is read."""
-        peer = peer_of(sock)
-        if peer.uid not in self._served_uids:
-            self._turn_away(sock, peer)
-            return False
-        if self._connections >= self._connections_max:
-            self._dispatcher.socket_stats.connections_cut += 1
-            sock.close()
-            return False
-        return True
-
-    def _turn_away(self, sock: socket.socket, peer: Peer) -> None:
-        """Send the reason, and close later: a client reads it once it has sent everything."""
-        if len(self._turned_away) >= TURNED_AWAY_MAX:
+    def accepted(self, sock: socket.socket, peer: Peer) -> None:
+        """Serve a new connection, or turn it away. Takes over `sock`."""
+        if peer.uid in self._served_uids:
+            self._tasks.start_soon(self.serve, sock)
+        elif self._turned_away >= TURNED_AWAY_MAX:
             self._dispatcher.socket_stats.attaches_refused["user"] += 1
             sock.close()
-            return
+        else:
+            self._turned_away += 1
+            self._tasks.start_soon(self._turn_away, sock, peer)
+
+    async def _turn_away(self, sock: socket.socket, peer: Peer) -> None:
+        """Send the reason, and close later: a client reads it once it has sent everything."""
         error = AttachRefused(
             "user",
             f"uid={peer.uid}: this sidecar serves the uids "
             f"{', '.join(str(uid) for uid in self._served_uids)}; run the engine as one of them, "
             "or add its uid to runtime.allow_uids of the sidecar",
         )
-        self._note_refusal(peer, error)
-        sock.setblocking(False)
-        with contextlib.suppress(OSError):
-            sock.send(frame_stream(encode(Refused(error.code, str(error)))), socket.MSG_NOSIGNAL)
-            sock.shutdown(socket.SHUT_WR)
-        self._turned_away.add(sock)
-        asyncio.get_running_loop().call_later(TURNED_AWAY_SECONDS, self._end_turned_away, sock)
-
-    def _end_turned_away(self, sock: socket.socket) -> None:
-        self._turned_away.discard(sock)
-        sock.close()
+        try:
+            self._note_refusal(peer, error)
+            with contextlib.suppress(OSError):
+                sock.send(frame_stream(encode(Refused(error.code, str(error)))))
+                sock.shutdown(socket.SHUT_WR)
+            await anyio.sleep(TURNED_AWAY_SECONDS)
+        finally:
+            self._turned_away -= 1
+            sock.close()
 
     async def serve(self, sock: socket.socket) -> None:
         """Serve one connection until its end."""
         connection = Connection(sock)
         self._connections += 1
-        session: Session | None = None
-        reason = "the sidecar stops"
         try:
+            if self._connections > self._connections_max:
+                self._dispatcher.socket_stats.connections_cut += 1
+                return
             admitted = await self._admit(connection)
             if isinstance(admitted, Declined):
                 await self._stay_declined(admitted, connection)
             elif admitted is not None:
-                session = admitted
-                reason = await self._stay(session, connection)
+                await self._stay(admitted)
         finally:
-            try:
-                if session is not None:
-                    self._dispatcher.end_session(session, reason)
-                    # A worker in sleep mode frees its memory after the end of file.
-                    if session.memory is not None:
-                        await session.memory.wait_unmapped(UNMAP_SECONDS_MAX)
-            finally:
-                # Also after a bug in the engine, which ends the sidecar.
-                connection.close()
-                self._connections -= 1
+            # Also after a bug in the engine, which ends the sidecar.
+            connection.close()
+            self._connections -= 1
 
-    async def _stay(self, session: Session, connection: Connection) -> str:
-        """Wait for the session's end; returns its reason."""
+    async def _stay(self, session: Session) -> None:
+        """Wait for the session's end, and end it here."""
         memory = session.memory
-        if memory is None or not self._dispatcher.config.copies.prefault:
-            return await connection.wait_end()
-        reason = ""
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(memory.prefault)
-            reason = await connection.wait_end()
-            tasks.cancel_scope.cancel()
-        return reason
+        reason = "the sidecar stops"
+        try:
+            async with anyio.create_task_group() as tasks:
+                if memory is not None and self._dispatcher.config.copies.prefault:
+                    tasks.start_soon(memory.prefault)
+                reason = await session.connection.wait_end()
+                tasks.cancel_scope.cancel()
+        finally:
+            self._dispatcher.end_session(session, reason)
+            # A worker in sleep mode frees its memory after the end of file.
+            if memory is not None:
+                await memory.wait_unmapped(UNMAP_SECONDS_MAX)
 
     async def _stay_declined(self, declined: Declined, connection: Connection) -> None:
         """List an engine that serves without the cache until its connection ends."""
@@ -304,9 +246,8 @@ class Handshakes:
         now, key = time.monotonic(), (peer.uid, code)
         if now - self._logged.get(key, -math.inf) < LOG_AGAIN_SECONDS:
             return False
-        self._logged.pop(key, None)
-        while len(self._logged) >= LOGGED_MAX:
-            del self._logged[next(iter(self._logged))]
+        if len(self._logged) >= LOGGED_MAX:
+            self._logged.clear()
         self._logged[key] = now
         return True
 
@@ -347,50 +288,28 @@ class Handshakes:
         dispatcher.sessions.check(attach, dispatcher.realms.find(attach.parts))
 
     def _open(self, attach: Attach, connection: Connection, memory: WorkerMemory | None) -> Session:
-        dispatcher = self._dispatcher
-        parts = attach.parts
+        """Create the session and its realms, or leave realms and pool as they were."""
+        dispatcher, parts, number = self._dispatcher, attach.parts, attach.segment_number
         known = dispatcher.realms.find(parts)
         realms = dispatcher.realms.join(parts)
-        registered: list[RealmLayout] = []
+        new = [realm for realm in realms if attach.layout and number not in realm.ranks]
         try:
             for realm, part in zip(realms, parts, strict=True):
-                if self._register(realm, part):
-                    registered.append(realm)
+                if part.layout is not None:
+                    layout = part.layout.chunk(part.blocks_per_chunk)
+                    realm.register(number, layout)
+                    dispatcher.slots.register(layout, realm.ranks[number].templates.slot_bytes)
         except BaseException:
-            # One group was refused: undo what was registered for the others.
-            for realm in registered:
-                del realm.ranks[attach.segment_number]
+            for realm in new:
+                realm.ranks.pop(number, None)
             # Refused clients must not use up the limit of realms.
             dispatcher.realms.forget(realm for realm in realms if realm not in known)
             dispatcher.forget_layouts()
             raise
         if dispatcher.watch is not None:
-            for realm in registered:
+            for realm in new:
                 dispatcher.watch.refresh(realm)
         return dispatcher.sessions.open(attach, connection, realms, memory)
-
-    def _register(self, realm: RealmLayout, attach: Attach) -> bool:
-        """Register a worker's geometry, or leave the realm and the pool as they were.
-
-        Returns whether it is new.
-        """
-        if attach.layout is None:
-            return False
-        try:
-            layout = attach.layout.chunk(attach.blocks_per_chunk)
-            new = realm.register(attach.segment_number, layout)
-        except LayoutError as error:
-            raise AttachRefused("layout", str(error)) from error
-        slot_bytes = realm.ranks[attach.segment_number].templates.slot_bytes
-        try:
-            self._dispatcher.slots.register(layout, slot_bytes)
-        except BaseException as error:
-            if new:
-                del realm.ranks[attach.segment_number]
-            if isinstance(error, PoolError):
-                raise AttachRefused("pool", str(error)) from error
-            raise
-        return new
 
     def _attached(self, session: Session) -> Attached:
         realm, limits = session.realm, self._dispatcher.config.limits

@@ -5,19 +5,12 @@ Owns the choice, its order, and notifying all parts that know a realm. Does not 
 (`core/engine.py`).
 
 A realm that a session uses stays. Of the others the cheapest goes first, and among equals the one
-that was not used for longest:
-
-1. one that holds nothing;
-2. one whose chunks only the catalog knows: they are found there again when an engine comes;
-3. one with chunks in host memory, the fewest bytes first: they are evicted. Losing chunks of an
-   engine that left is better than refusing one that came, and the smallest of many idle realms
-   has at most its share of host memory;
-4. one whose chunks wait to be written to the store, likewise.
-
-So a client that attaches with one new namespace after the other displaces one realm, and then only
-its own empty ones. To displace a realm with chunks in host memory it has to fill as much host
-memory itself, which evicts them anyway; one in use it cannot displace. That is why there is no
-limit for each user: `limits.sessions_max` bounds how many realms a user's engines can hold.
+that was not used for longest: one that holds nothing; one whose chunks only the catalog knows,
+where they are found again; one with chunks in host memory, which are evicted, the fewest bytes
+first; one whose chunks wait to be written, likewise. So a client that attaches with one new
+namespace after the other displaces one realm, and then only its own empty ones: to displace chunks
+in host memory it has to fill as much host memory itself. Hence no limit for each user:
+`limits.sessions_max` bounds how many realms a user's engines can hold.
 
 Groups that share an index are evicted with their home. While an engine uses the home, unused realms
 of other groups are evicted one by one, and their entries are taken out of the index.
@@ -31,14 +24,17 @@ from __future__ import annotations
 
 import logging
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 import anyio
 import anyio.lowlevel
+import msgspec
 
 from sidecar.core.commands import ForgetRealms
+from sidecar.errors import AttachRefused
 from sidecar.logs import fields
-from sidecar.sessions.namespaces import RealmLayout, full, require_json_object
+from sidecar.sessions.namespaces import RealmLayout
+from tiers.catalog.namespace_info import NAMESPACE_DEPTH_MAX, deeper_than
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,18 +68,29 @@ class RealmEviction:
         async with self._lock:
             known = [realm for realm in realms.find(parts) if realm is not None]
             for part in parts:
-                require_json_object(part.namespace)
+                _require_json_object(part.namespace)
             while len(realms) + len(parts) - len(known) > realms.realms_max:
                 unit = self._victim(known)
                 if unit is None:
-                    raise full(realms.realms_max)
+                    raise AttachRefused(
+                        "realms",
+                        f"limits.realms_max={realms.realms_max} namespaces and topologies are in "
+                        "use by engines that are attached; stop some of them, or raise the limit",
+                    )
                 await self._evict(unit)
 
     def _victim(self, wanted: Sequence[RealmLayout]) -> Unit | None:
         """What to evict next; None if everything is in use."""
         engine = self._dispatcher.engine
         used = {realm for session in self._dispatcher.sessions.all() for realm in session.realms}
-        units = _units(self._dispatcher.realms.families(), used.union(wanted))
+        used.update(wanted)
+        units: list[Unit] = []
+        for family in self._dispatcher.realms.families():
+            if used.isdisjoint(family):
+                units.append(family)
+            else:
+                # A family with a used realm has a used home.
+                units += [(realm,) for realm in family if realm not in used]
         units.sort(
             key=lambda unit: (
                 engine.forgetting_cost(_ids(unit)),
@@ -109,7 +116,12 @@ class RealmEviction:
         dispatcher.forget_layouts()
         dispatcher.realms.forgotten += len(unit)
         for realm in unit:
-            self._remove_from_store(realm)
+            others = dispatcher.realms.all()
+            last = all(one.namespace_digest != realm.namespace_digest for one in others)
+            if dispatcher.watch is not None:
+                dispatcher.watch.forget(realm, last=last)
+            if dispatcher.catalogs is not None:
+                dispatcher.catalogs.forget(realm, last=last)
             _logger.info(
                 "realm forgotten: no engine uses it, and another one needs its place",
                 extra=fields(
@@ -121,15 +133,6 @@ class RealmEviction:
         for realm, one in held:
             if one is not None:
                 await self._publish_removal(realm, one)
-
-    def _remove_from_store(self, realm: RealmLayout) -> None:
-        dispatcher = self._dispatcher
-        others = dispatcher.realms.all()
-        last = all(one.namespace_digest != realm.namespace_digest for one in others)
-        if dispatcher.watch is not None:
-            dispatcher.watch.forget(realm, last=last)
-        if dispatcher.catalogs is not None:
-            dispatcher.catalogs.forget(realm, last=last)
 
     async def _publish_removal(self, realm: RealmLayout, held: DirectoryRealm) -> None:
         """Remove the realm's stored chunks from its home's index and from subscribers' view."""
@@ -147,13 +150,19 @@ def _ids(unit: Unit) -> tuple[int, ...]:
     return tuple(realm.realm_id for realm in unit)
 
 
-def _units(families: Sequence[Unit], used: set[RealmLayout]) -> list[Unit]:
-    """What may be evicted without evicting a used realm."""
-    units: list[Unit] = []
-    for family in families:
-        if used.isdisjoint(family):
-            units.append(family)
-        else:
-            # A family with a used realm has a used home.
-            units += [(realm,) for realm in family if realm not in used]
-    return units
+def _require_json_object(namespace: bytes) -> None:
+    """Raise `AttachRefused` unless the namespace is a JSON object that `/status` can show."""
+    try:
+        decoded: object = msgspec.json.decode(namespace)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise AttachRefused("namespace", f"namespace is not JSON: {error}") from error
+    if not isinstance(decoded, dict):
+        raise AttachRefused(
+            "namespace", f"namespace is a JSON {type(decoded).__name__}: must be an object"
+        )
+    # /status encodes it deeper in the stack, where the same nesting could exceed the limit.
+    if deeper_than(cast("object", decoded), NAMESPACE_DEPTH_MAX):
+        raise AttachRefused(
+            "namespace",
+            f"namespace is nested more than {NAMESPACE_DEPTH_MAX} deep: make it flatter",
+        )

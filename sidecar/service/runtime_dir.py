@@ -18,7 +18,8 @@ Invariants:
 
 from __future__ import annotations
 
-import errno
+import contextlib
+import functools
 import logging
 import os
 import stat
@@ -45,7 +46,6 @@ _NUMBER_END: Final = 1 << 62
 _NUMBER_DIGITS_MAX: Final = 18
 
 _SOCKETS: Final = ("attach.sock", "jobs.sock", "events.sock", "replay.sock")
-_LOCK_FLAGS: Final = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 _logger = logging.getLogger("kvlake.server")
 
@@ -65,12 +65,9 @@ class AlreadyServed(StartError):
 class RuntimeDirectory:
     """`<directory>/<name>`, made where it is missing, and locked.
 
-    Args:
-        shared: whether other users connect here (`runtime.allow_uids`).
-        strict_parents: whether a parent that others can write to is an error.
-
-    Raises:
-        StartError: it cannot be made or locked, or somebody else could replace it.
+    `shared`: other users connect here (`runtime.allow_uids`). `strict_parents`: a parent that
+    others can write to is an error. Raises `StartError` where it cannot be made or locked, or
+    somebody else could replace it.
     """
 
     def __init__(
@@ -81,8 +78,10 @@ class RuntimeDirectory:
         self.attach_path, self.jobs_path, self.events_path, self.replay_path = self._sockets
         self._lost_path = self.path / "last-stop-lost"
         self.socket_mode = SOCKET_MODE_SHARED if shared else SOCKET_MODE_OWN
-        self._shared = shared
-        self._strict = strict_parents
+        self._mode = MODE_PASSABLE if shared else MODE_OWN
+        self._check = functools.partial(
+            check, directory, name, shared=shared, strict_parents=strict_parents
+        )
         self._make()
         self._lock_fd = self._take_lock()
         self.remove_sockets()
@@ -103,17 +102,20 @@ class RuntimeDirectory:
 
     def _make(self) -> None:
         self._check()
-        mode = _mode(shared=self._shared)
-        _make(self.path.parent, mode)
-        _make(self.path, mode)
-        if stat.S_IMODE(self.path.lstat().st_mode) != mode:
+        directory, mode = self.path.parent, self._mode
+        try:
+            for place in _missing(self.path):
+                place.mkdir(mode=MODE_OWN, exist_ok=True)
+                place.chmod(mode if place in (directory, self.path) else MODE_ABOVE)
+            found = directory.lstat()
+            # Only widened, and only if it is our own.
+            if mode == MODE_PASSABLE and found.st_uid == os.geteuid():
+                directory.chmod(stat.S_IMODE(found.st_mode) | mode)
             self.path.chmod(mode)
+        except OSError as error:
+            raise _unmakeable(self.path, error) from error
         # Again, now that everything exists.
         self._check()
-
-    def _check(self) -> None:
-        directory, name = self.path.parent, self.path.name
-        check(directory, name, shared=self._shared, strict_parents=self._strict)
 
     def _take_lock(self) -> int:
         fd = _open_lock(self.path, os.O_CREAT)
@@ -133,28 +135,22 @@ class RuntimeDirectory:
         place = self.path / "event-number"
         first = now
         try:
-            reserved = int(place.read_text())
-            if now < reserved < _NUMBER_END:
-                first = reserved
-        except (FileNotFoundError, ValueError):
-            # No earlier sidecar, or a truncated file: the clock alone counts.
-            pass
-        except OSError as error:
-            _logger.warning("the number of events cannot be read", extra=fields(error=error))
-        draft = place.with_suffix(".new")
-        try:
+            # Without an earlier sidecar, or with a truncated file, the clock alone counts.
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                reserved = int(place.read_text())
+                first = reserved if now < reserved < _NUMBER_END else now
+            draft = place.with_suffix(".new")
             draft.write_text(str(first + NUMBERS_PER_EPOCH))
             draft.replace(place)
         except OSError as error:
-            _logger.warning("the number of events cannot be written", extra=fields(error=error))
+            _logger.warning("the number of events cannot be kept", extra=fields(error=error))
         return first
 
     def write_lost(self, objects: int) -> None:
         """Record how many objects this sidecar loses at its end, for the next one's metrics."""
-        if not objects or not self.held():
-            return
         try:
-            self._lost_path.write_text(str(objects))
+            if objects and self.held():
+                self._lost_path.write_text(str(objects))
         except OSError as error:
             _logger.warning(
                 "the number of lost objects cannot be written", extra=fields(error=error)
@@ -162,14 +158,13 @@ class RuntimeDirectory:
 
     def read_lost(self) -> int:
         """Objects that the previous sidecar lost when it stopped. Removes the record."""
+        text = ""
         try:
-            text = self._lost_path.read_text()
-            self._lost_path.unlink()
-        except FileNotFoundError:
-            return 0
+            with contextlib.suppress(FileNotFoundError):
+                text = self._lost_path.read_text()
+                self._lost_path.unlink()
         except (OSError, ValueError) as error:
             _logger.warning("the number of lost objects cannot be read", extra=fields(error=error))
-            return 0
         return int(text) if text.isdecimal() and len(text) < _NUMBER_DIGITS_MAX else 0
 
     def remove_sockets(self, *paths: Path) -> None:
@@ -199,14 +194,9 @@ def check(directory: Path, name: str, *, shared: bool, strict_parents: bool) -> 
             f"at most {_SOCKET_PATH_BYTES_MAX}; choose a shorter directory or runtime.name"
         )
     _check_kind(directory)
-    _check_kind(home)
-    _check_own(home)
+    _check_kind(home, ours=True)
     _check_parents(directory, strict=strict_parents, shared=shared)
     _check_entries(home)
-
-
-def _mode(*, shared: bool) -> int:
-    return MODE_PASSABLE if shared else MODE_OWN
 
 
 def _missing(path: Path) -> list[Path]:
@@ -218,20 +208,6 @@ def _missing(path: Path) -> list[Path]:
     return found
 
 
-def _make(path: Path, mode: int) -> None:
-    try:
-        for place in _missing(path):
-            place.mkdir(mode=0o700, exist_ok=True)
-            if place != path:
-                place.chmod(MODE_ABOVE)
-        found = path.lstat()
-        # Modes are only widened, and only of our own directories.
-        if found.st_uid == os.geteuid() and mode & ~stat.S_IMODE(found.st_mode) & 0o011:
-            path.chmod(stat.S_IMODE(found.st_mode) | mode)
-    except OSError as error:
-        raise _unmakeable(path, error) from error
-
-
 def _unmakeable(path: Path, error: OSError) -> StartError:
     return StartError(
         f"runtime.directory={path} cannot be made: {error}; choose another, or make it for uid "
@@ -241,13 +217,12 @@ def _unmakeable(path: Path, error: OSError) -> StartError:
 
 def _found(path: Path) -> os.stat_result | None:
     """What the path names; None where it does not exist."""
-    try:
+    with contextlib.suppress(FileNotFoundError):
         return path.lstat()
-    except FileNotFoundError:
-        return None
+    return None
 
 
-def _check_kind(path: Path) -> None:
+def _check_kind(path: Path, *, ours: bool = False) -> None:
     try:
         found = _found(path)
         if found is None:
@@ -262,11 +237,7 @@ def _check_kind(path: Path) -> None:
         )
     if not stat.S_ISDIR(found.st_mode):
         raise StartError(f"runtime.directory={path} is not a directory; choose another")
-
-
-def _check_own(path: Path) -> None:
-    found = _found(path)
-    if found is not None and found.st_uid != os.geteuid():
+    if ours and found.st_uid != os.geteuid():
         raise StartError(
             f"runtime.directory={path} belongs to uid {found.st_uid}, not to uid {os.geteuid()}; "
             "choose another, its sockets could be replaced"
@@ -341,17 +312,18 @@ def _check_entries(home: Path) -> None:
 def _open_lock(home: Path, flags: int) -> int:
     """Open the lock file. Raises `StartError` where it is no regular file."""
     lock = home / "lock"
+    flags |= os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        fd = os.open(lock, _LOCK_FLAGS | flags, 0o600)
-        if stat.S_ISREG(os.fstat(fd).st_mode):
-            return fd
-        os.close(fd)
-        raise OSError(errno.EINVAL, "it is no regular file")  # noqa: TRY301
+        fd = os.open(lock, flags, 0o600)
     except OSError as error:
         raise _unlockable(lock, error) from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise _unlockable(lock, "it is no regular file")
+    return fd
 
 
-def _unlockable(lock: Path, error: OSError) -> StartError:
+def _unlockable(lock: Path, error: object) -> StartError:
     return StartError(
         f"cannot lock {lock}: {error}; choose another runtime.name, or remove that file"
     )

@@ -10,25 +10,23 @@ fight over one; a check costs a few `lstat` calls and changes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from typing import TYPE_CHECKING, Final
 
-import zmq
-
 from sidecar.errors import StartError
 from sidecar.logs import fields
 from sidecar.service.watchdog import Problem
-from sidecar.transport.attach_socket import listen
+from tiers.pool.lock import lock_path_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from sidecar.service.dispatcher import Dispatcher
-    from sidecar.service.handshake import Handshakes
     from sidecar.service.runtime_dir import RuntimeDirectory
-    from sidecar.transport.job_socket import JobSocket
+    from sidecar.transport.unix_listener import UnixListener
 
 COPY_SECONDS_STUCK: Final = 10.0
 """A copy moves at most 64 MiB: tens of milliseconds, or a second on a machine that swaps."""
@@ -38,60 +36,23 @@ RANKS_SECONDS_MAX: Final = 60.0
 _logger = logging.getLogger("kvlake.server")
 
 
-class FileMark:
-    """Remembers which file a path named."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._identity = _identity(path)
-
-    def renew(self) -> None:
-        """Remember the file that the path names now."""
-        self._identity = _identity(self.path)
-
-    def same(self) -> bool:
-        """Whether the path still names that file."""
-        return self._identity is not None and _identity(self.path) == self._identity
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    try:
-        found = path.lstat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
-
-
 class SelfChecks:
     """Checks of one sidecar that serves. Make it when all sockets and files exist."""
 
     def __init__(
-        self,
-        dispatcher: Dispatcher,
-        directory: RuntimeDirectory,
-        handshakes: Handshakes,
-        jobs: JobSocket,
+        self, dispatcher: Dispatcher, directory: RuntimeDirectory, listeners: list[UnixListener]
     ) -> None:
         self._dispatcher = dispatcher
         self._directory = directory
-        self._handshakes = handshakes
-        self._jobs = jobs
-        self._sockets = {FileMark(path): bind_again for path, bind_again in self._socket_files()}
+        self._listeners = listeners
         pool = dispatcher.pool.path
-        self._pool = (FileMark(pool), FileMark(pool.with_name(f"{pool.name}.lock")))
+        self._pool = (pool, lock_path_of(pool))
+        paths = (*self._pool, *(one.path for one in listeners))
+        self._files = {path: _identity(path) for path in paths}
 
-    def _socket_files(self) -> Iterator[tuple[Path, Callable[[], None]]]:
-        """Each socket that has a file, and how it is made again; sockets over TCP have none."""
-        yield self._directory.attach_path, self._listen_again
-        yield self._directory.jobs_path, self._jobs.bind_again
-        events = self._dispatcher.event_sockets
-        if events is not None:
-            for socket in events.unix_sockets:
-                yield socket.path, socket.bind_again
-
-    def _listen_again(self) -> None:
-        path = self._directory.attach_path
-        self._handshakes.move_to(listen(path, self._directory.socket_mode))
+    def _removed(self, path: Path) -> bool:
+        identity = _identity(path)
+        return identity is None or identity != self._files[path]
 
     def check(self) -> Iterator[Problem]:
         """What is wrong now."""
@@ -123,40 +84,49 @@ class SelfChecks:
             yield Problem("store", reason, serious=False)
 
     def _check_files(self) -> Iterator[Problem]:
-        if not self._directory.held():
+        directory = self._directory
+        if not directory.held():
             yield Problem(
                 "runtime_directory",
-                f"{self._directory.path} was removed, or another sidecar has it; restart this one",
+                f"{directory.path} was removed, or another sidecar has it; restart this one",
             )
-        for mark in self._sockets:
-            if not mark.same():
-                serves = mark.path in (self._directory.attach_path, self._directory.jobs_path)
+        for path in (one.path for one in self._listeners):
+            if self._removed(path):
+                serves = path in (directory.attach_path, directory.jobs_path)
                 yield Problem(
-                    "socket", f"{mark.path} was removed; nobody can connect to it", serious=serves
+                    "socket", f"{path} was removed; nobody can connect to it", serious=serves
                 )
-        for mark in self._pool:
-            if not mark.same():
+        for path in self._pool:
+            if self._removed(path):
                 yield Problem(
                     "pool",
-                    f"{mark.path} was removed: engines are served, but its memory is freed only "
+                    f"{path} was removed: engines are served, but its memory is freed only "
                     "when this sidecar ends, and nothing of it outlives that",
                     serious=False,
                 )
 
     def repair(self) -> None:
         """Make removed sockets again, where the directory is ours or can be locked again."""
-        lost = [mark for mark in self._sockets if not mark.same()]
+        lost = [one for one in self._listeners if self._removed(one.path)]
         if not lost:
             return
         try:
             if not self._directory.held():
                 self._directory.retake()
-            for mark in lost:
-                mark.path.unlink(missing_ok=True)
-                self._sockets[mark]()
-                mark.renew()
+            for listener in lost:
+                listener.bind_again()
+                self._files[listener.path] = _identity(listener.path)
                 self._dispatcher.socket_stats.sockets_renewed += 1
-                _logger.warning("a socket was removed, made again", extra=fields(path=mark.path))
-        except (OSError, StartError, zmq.ZMQError) as error:
+                _logger.warning(
+                    "a socket was removed, made again", extra=fields(path=listener.path)
+                )
+        except (OSError, StartError) as error:
             # `check` reports it, and the next beat tries again.
             _logger.debug("a socket cannot be made again", extra=fields(error=error))
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    with contextlib.suppress(OSError):
+        found = path.lstat()
+        return found.st_dev, found.st_ino
+    return None

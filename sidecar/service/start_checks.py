@@ -144,50 +144,40 @@ def machine_room(root: Path = Path("/")) -> tuple[int | None, str]:
 
 
 def cgroup_room(root: Path = Path("/")) -> tuple[int | None, str]:
-    """The smallest room in bytes of this process' cgroups, and its name in messages."""
-    found = [
-        (room, f"the cgroup {folder} (a limit of the container or the service)")
-        for folder, names in _cgroup_folders(root)
-        if (room := _left(folder, *names)) is not None
-    ]
-    return min(found, default=(None, ""), key=lambda one: one[0] or 0)
+    """The smallest room in bytes of this process' cgroups, and its name in messages.
+
+    Reclaimable page cache counts as room. A cgroup without a limit does not count.
+    """
+    found: list[tuple[int, str]] = []
+    for folder, (limit, usage, cache) in _cgroup_folders(root):
+        # Without a limit the file says `max`.
+        with contextlib.suppress(OSError, ValueError):
+            room = int((folder / limit).read_text()) - int((folder / usage).read_text())
+            stats = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            room = max(0, room + int(stats.get(cache, 0)))
+            found.append((room, f"the cgroup {folder} (a limit of the container or the service)"))
+    return min(found, default=(None, ""))
 
 
 def _cgroup_folders(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
     """Folders of the cgroups of this process and above, with the file names of their version."""
-    try:
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
         lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    mount = root / "sys/fs/cgroup"
     for line in lines:
         _, controllers, inner = line.split(":", 2)
-        if controllers == "":
-            base, names = mount, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            base = mount / "memory"
+        base = root / "sys/fs/cgroup"
+        names = ("memory.max", "memory.current", "inactive_file")
+        if "memory" in controllers.split(","):
+            base /= "memory"
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
+        elif controllers:
             continue
         # In a container the path may be the one on the host, whose upper part is not mounted.
         place = base / inner.lstrip("/")
-        while True:
-            yield place, names
-            if place == base:
-                break
-            place = place.parent
-
-
-def _left(folder: Path, limit: str, usage: str, cache: str) -> int | None:
-    """Bytes left of a cgroup's limit, reclaimable page cache included; None without a limit."""
-    try:
-        most = int((folder / limit).read_text())
-        used = int((folder / usage).read_text())
-        stats = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return max(0, most - used + int(stats.get(cache, 0)))
-    except (OSError, ValueError):
-        # Without a limit the file says `max`.
-        return None
+        for folder in (place, *place.parents):
+            if folder.is_relative_to(base):
+                yield folder, names
 
 
 def _open_files(config: Config) -> Iterator[Shortage]:

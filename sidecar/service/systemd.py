@@ -31,20 +31,23 @@ class Notifier:
         # "@name" is a socket in the abstract namespace; vsock addresses are for virtual machines.
         self._address = f"\0{path[1:]}" if path.startswith("@") else path
         self.listening = path.startswith(("@", "/"))
-        self.watchdog_seconds = _watchdog_seconds(given) if self.listening else None
+        self.watchdog_seconds: float | None = None
         """systemd ends the process if it gets no `alive` for so long. None without a watchdog."""
+        usec, pid = given.get("WATCHDOG_USEC", ""), given.get("WATCHDOG_PID", "")
+        if self.listening and usec.isdecimal() and pid in ("", str(os.getpid())):
+            self.watchdog_seconds = int(usec) / 1e6 or None
 
     def ready(self, status: str) -> None:
         """The service can be used."""
-        self._send("READY=1", f"STATUS={_line(status)}")
-
-    def status(self, status: str) -> None:
-        """One line for `systemctl status`."""
-        self._send(f"STATUS={_line(status)}")
+        self.status(status, "READY=1")
 
     def stopping(self, status: str) -> None:
         """The service is stopping."""
-        self._send("STOPPING=1", f"STATUS={_line(status)}")
+        self.status(status, "STOPPING=1")
+
+    def status(self, status: str, *lines: str) -> None:
+        """One line for `systemctl status`."""
+        self._send(*lines, f"STATUS={' '.join(status.split())[:STATUS_CHARACTERS_MAX]}")
 
     def extend(self, seconds: float) -> None:
         """Starting or stopping takes longer: extend the timeout to this much from now on."""
@@ -66,14 +69,3 @@ class Notifier:
 def without_notify(environment: Mapping[str, str]) -> dict[str, str]:
     """An environment for a child that is not the service's main process."""
     return {name: value for name, value in environment.items() if name not in VARIABLES}
-
-
-def _watchdog_seconds(environment: Mapping[str, str]) -> float | None:
-    text, pid = environment.get("WATCHDOG_USEC", ""), environment.get("WATCHDOG_PID", "")
-    if not text.isdecimal() or int(text) == 0 or pid not in ("", str(os.getpid())):
-        return None
-    return int(text) / 1e6
-
-
-def _line(text: str) -> str:
-    return " ".join(text.split())[:STATUS_CHARACTERS_MAX]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from sidecar.protocol import Attach, FirstMessage, ProtocolError
-    from sidecar.transport.attach_socket import Peer
+    from sidecar.transport.unix_listener import Peer
 
 REFUSED: Final = "refused"
 OTHER: Final = "other"
@@ -59,8 +59,8 @@ class UncachedEngines:
     def __init__(self, declined_max: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._declined_max = declined_max
         self._clock = clock
-        self._next_id = 1
-        self._declined: dict[int, UncachedEngine] = {}
+        self._declined: dict[object, UncachedEngine] = {}
+        """By a token for each connection."""
         self._refused: dict[tuple[object, ...], tuple[UncachedEngine, float]] = {}
         """With the time of the last refusal, which is also their order."""
 
@@ -76,19 +76,15 @@ class UncachedEngines:
     @contextlib.contextmanager
     def declining(self, message: Declined, peer: Peer) -> Generator[None]:
         """List an engine inside the `with` block."""
-        number, self._next_id = self._next_id, self._next_id + 1
-        self._declined[number] = UncachedEngine(
-            message.engine_id,
-            peer.pid,
-            peer.uid,
-            message.reason if message.reason in DECLINE_REASONS else OTHER,
-            message.message,
-            self._clock(),
+        token = object()
+        reason = message.reason if message.reason in DECLINE_REASONS else OTHER
+        self._declined[token] = UncachedEngine(
+            message.engine_id, peer.pid, peer.uid, reason, message.message, self._clock()
         )
         try:
             yield
         finally:
-            del self._declined[number]
+            del self._declined[token]
 
     def refused(
         self, peer: Peer, first: FirstMessage | None, error: AttachRefused | ProtocolError
@@ -96,9 +92,14 @@ class UncachedEngines:
         """List a client for `REFUSED_SECONDS`; `first` is its message, if that was decoded."""
         if error.code == "draining" or isinstance(first, Declined):
             return
-        self._expire()
-        now = self._clock()
-        key = _key(peer, first, error.code)
+        now = self._expire()
+        if first is not None:
+            key = _session_key(first)
+        elif error.code == "user":
+            # A user who is not served is refused unread: all clients of one such user count as one.
+            key = ("uid", peer.uid)
+        else:
+            key = ("pid", peer.uid, peer.pid)
         before = self._refused.pop(key, None)
         engine = UncachedEngine(
             "" if first is None else first.engine_id,
@@ -109,7 +110,7 @@ class UncachedEngines:
             now if before is None else before[0].since,
         )
         self._refused[key] = (engine, now)
-        while len(self._refused) > REFUSED_MAX:
+        if len(self._refused) > REFUSED_MAX:
             del self._refused[next(iter(self._refused))]
 
     def attached(self, attach: Attach) -> None:
@@ -130,16 +131,11 @@ class UncachedEngines:
         counts = Counter(one.reason for one in self.all())
         return {reason: counts[reason] for reason in REASONS}
 
-    def _expire(self) -> None:
-        since = self._clock() - REFUSED_SECONDS
+    def _expire(self) -> float:
+        now = self._clock()
+        since = now - REFUSED_SECONDS
         self._refused = {key: (one, at) for key, (one, at) in self._refused.items() if at >= since}
-
-
-def _key(peer: Peer, first: Attach | None, code: str) -> tuple[object, ...]:
-    if first is not None:
-        return _session_key(first)
-    # A user who is not served is refused unread: all clients of one such user count as one.
-    return ("uid", peer.uid) if code == "user" else ("pid", peer.uid, peer.pid)
+        return now
 
 
 def _session_key(attach: Attach) -> tuple[object, ...]:

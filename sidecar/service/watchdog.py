@@ -5,7 +5,7 @@ Owns the phase of the sidecar, the measurement of the event loop's lag, and the 
 
 Invariants:
 
-* Ready means: in phase SERVING, and no check found a serious problem, one that keeps engines from
+* Ready means: the sidecar serves, and no check found a serious problem, one that keeps engines from
   attaching or from being served. What only makes the cache worse (the store is away, the pool's
   file is gone) is a problem that does not make the sidecar unready.
 * systemd's watchdog is fed from the loop, and only while the sidecar is ready, starting or
@@ -17,10 +17,9 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import enum
+import dataclasses
 import logging
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from sidecar.logs import fields
 
@@ -44,15 +43,7 @@ PROBLEMS: Final = (
 _logger = logging.getLogger("kvlake.server")
 
 
-class Phase(enum.StrEnum):
-    """The phases of the sidecar, in order."""
-
-    STARTING = "starting"
-    SERVING = "serving"
-    DRAINING = "draining"
-
-
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Problem:
     """Something that is wrong now. `code` is stable; `reason` is written for an operator."""
 
@@ -69,10 +60,10 @@ class Watchdog:
         self._notifier = notifier
         self.broke: Callable[[BaseException], None] | None = None
         """Receives an error of its own, which is a bug."""
-        self._checks: list[Callable[[], Iterable[Problem]]] = []
-        self._repairs: list[Callable[[], None]] = []
+        self._check: Callable[[], Iterable[Problem]] = tuple
+        self._repair: Callable[[], None] | None = None
         self._calls: list[Callable[[], None]] = []
-        self._phase = Phase.STARTING
+        self._phase: Literal["starting", "serving", "draining"] = "starting"
         self._loop = asyncio.get_running_loop()
         self._seconds = BEAT_SECONDS
         if notifier.watchdog_seconds is not None:
@@ -81,37 +72,32 @@ class Watchdog:
         self._extended = float("-inf")
         self._status = ""
         """The last status sent to systemd."""
-        self._logged: frozenset[str] = frozenset()
+        self._logged: set[str] = set()
         """Codes of the problems in the last log line."""
         self.lag_seconds = 0.0
         """How late the last beat was."""
         self.lag_seconds_max = 0.0
         self._timer: asyncio.Handle = self._loop.call_soon(self._beat)
 
-    @property
-    def phase(self) -> Phase:
-        """The current phase."""
-        return self._phase
+    def serve(self, check: Callable[[], Iterable[Problem]], repair: Callable[[], None]) -> None:
+        """Go on to serving.
 
-    def enter(self, phase: Phase) -> None:
-        """Go on to a phase, and notify systemd."""
-        self._phase = phase
-        if phase is Phase.SERVING:
-            problems = self.problems()
-            self._status = _summary(problems)
-            self._logged = _codes(problems)
-            self._notifier.ready(self._status)
-        elif phase is Phase.DRAINING:
-            self._notifier.stopping("draining")
-            self._extend()
+        From now on each beat calls `repair` until the sidecar drains, and each answer about
+        readiness calls `check`.
+        """
+        self._check, self._repair = check, repair
+        self._phase = "serving"
+        problems = self.problems()
+        self._status = _summary(problems)
+        self._logged = {problem.code for problem in problems}
+        self._notifier.ready(self._status)
 
-    def add(self, check: Callable[[], Iterable[Problem]]) -> None:
-        """Call `check` with each beat and for each answer about readiness."""
-        self._checks.append(check)
-
-    def repair(self, repair: Callable[[], None]) -> None:
-        """Call `repair` with each beat of the serving phase."""
-        self._repairs.append(repair)
+    def drain(self) -> None:
+        """Go on to draining."""
+        self._phase = "draining"
+        self._repair = None
+        self._notifier.stopping("draining")
+        self._extend()
 
     def each_beat(self, call: Callable[[], None]) -> None:
         """Call this with each beat, in every phase."""
@@ -119,10 +105,10 @@ class Watchdog:
 
     def problems(self) -> list[Problem]:
         """Everything that is wrong now, serious problems first."""
-        found = [problem for check in self._checks for problem in check()]
-        if self._phase is Phase.STARTING:
+        found = list(self._check())
+        if self._phase == "starting":
             found.append(Problem("starting", "the host memory is being made ready"))
-        if self._phase is Phase.DRAINING:
+        if self._phase == "draining":
             found.append(Problem("draining", "the sidecar is stopping; no engine can attach"))
         if self.lag_seconds > LAG_SECONDS_MAX:
             found.append(
@@ -137,14 +123,13 @@ class Watchdog:
         """
         problems = self.problems()
         ready = not any(problem.serious for problem in problems)
-        state = self._phase.value
-        if self._phase is Phase.SERVING:
+        state: str = self._phase
+        if state == "serving":
             state = "unready" if not ready else "degraded" if problems else "ok"
-        listed = [
-            {"code": problem.code, "serious": problem.serious}
-            | ({"reason": problem.reason} if reasons else {})
-            for problem in problems
-        ]
+        listed = [dataclasses.asdict(problem) for problem in problems]
+        if not reasons:
+            for one in listed:
+                del one["reason"]
         return ready, {"state": state, "ready": ready, "problems": listed}
 
     def stop(self) -> None:
@@ -158,9 +143,8 @@ class Watchdog:
         try:
             for call in self._calls:
                 call()
-            if self._phase is Phase.SERVING:
-                for repair in self._repairs:
-                    repair()
+            if self._repair is not None:
+                self._repair()
             self._report(now)
         except BaseException as error:
             # The loop would only log it, and no beat would follow.
@@ -173,7 +157,7 @@ class Watchdog:
 
     def _report(self, now: float) -> None:
         problems = self.problems()
-        if self._phase is not Phase.SERVING:
+        if self._phase != "serving":
             self._notifier.alive()
             if now - self._extended >= EXTEND_EVERY_SECONDS:
                 self._extend()
@@ -186,7 +170,7 @@ class Watchdog:
             self._status = summary
             self._notifier.status(summary)
         # Compared by code: the reasons of a store that is down differ with each request.
-        if (codes := _codes(problems)) != self._logged:
+        if (codes := {problem.code for problem in problems}) != self._logged:
             self._logged = codes
             level = logging.ERROR if serious else logging.INFO
             _logger.log(level, "not ready" if serious else "ready", extra=fields(why=summary))
@@ -194,10 +178,6 @@ class Watchdog:
     def _extend(self) -> None:
         self._extended = self._loop.time()
         self._notifier.extend(EXTEND_SECONDS)
-
-
-def _codes(problems: list[Problem]) -> frozenset[str]:
-    return frozenset(problem.code for problem in problems)
 
 
 def _summary(problems: list[Problem]) -> str:

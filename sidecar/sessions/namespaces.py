@@ -20,16 +20,17 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from sidecar.core.directory import FOREIGN_MAX
 from sidecar.errors import AttachRefused
 from sidecar.protocol import tiers_owner
-from tiers.catalog.namespace_info import NAMESPACE_DEPTH_MAX, deeper_than
 from tiers.errors import LayoutError
 from tiers.kv.arrow_file import PAGE_BYTES, find_descriptor
 from tiers.kv.index import IndexWriter
@@ -48,10 +49,11 @@ if TYPE_CHECKING:
 
     Bytes = npt.NDArray[np.uint8]
 
-REALMS_MAX: Final = 256
 INDEX_ENTRIES_FIRST: Final = 1 << 12
 """Entries of a new realm's index (200 KiB of shared memory); it doubles whenever it gets full."""
 
+REGROUPED_MAX: Final = 256
+"""Geometries of other block sizes that are kept."""
 _SALT_BYTES: Final = 16
 
 
@@ -61,9 +63,6 @@ class RankLayout:
 
     layout: ChunkLayout
     templates: SlotTemplates
-    _by_block_tokens: dict[int, RankLayout] = field(
-        default_factory=dict[int, "RankLayout"], repr=False, compare=False
-    )
 
     def as_stored(self, image: Bytes) -> RankLayout:
         """The same segment in blocks of the size that a foreign image declares.
@@ -74,30 +73,21 @@ class RankLayout:
         claimed = find_descriptor(image[:PAGE_BYTES].tobytes())
         if claimed is None or claimed.block_tokens == self.layout.block_tokens:
             return self
-        known = self._by_block_tokens.get(claimed.block_tokens)
-        if known is None:
-            known = self._regrouped(claimed.block_tokens)
-            if known is not self:
-                # Bounded: one entry for each divisor of the chunk. Two threads may create the same
-                # entry at once; the entries are equal.
-                self._by_block_tokens[claimed.block_tokens] = known
-        return known
+        digest = self.templates.namespace_digest
+        return _regrouped(self.layout, digest, claimed.block_tokens) or self
 
-    def _regrouped(self, block_tokens: int) -> RankLayout:
-        chunk_tokens = self.layout.blocks_per_chunk * self.layout.block_tokens
-        if not 0 < block_tokens <= chunk_tokens or chunk_tokens % block_tokens:
-            return self
-        try:
-            layout = msgspec.structs.replace(
-                self.layout,
-                block_tokens=block_tokens,
-                blocks_per_chunk=chunk_tokens // block_tokens,
-            )
-            if refusal(layout, self.layout) is not None:
-                return self
-            return RankLayout(layout, SlotTemplates(layout, self.templates.namespace_digest))
-        except LayoutError:
-            return self
+
+@functools.lru_cache(maxsize=REGROUPED_MAX)
+def _regrouped(layout: ChunkLayout, digest: bytes, block_tokens: int) -> RankLayout | None:
+    chunk_tokens = layout.blocks_per_chunk * layout.block_tokens
+    if not 0 < block_tokens <= chunk_tokens or chunk_tokens % block_tokens:
+        return None
+    count = chunk_tokens // block_tokens
+    with contextlib.suppress(LayoutError):
+        other = msgspec.structs.replace(layout, block_tokens=block_tokens, blocks_per_chunk=count)
+        if refusal(other, layout) is None:
+            return RankLayout(other, SlotTemplates(other, digest))
+    return None
 
 
 @dataclass(slots=True, eq=False)
@@ -176,28 +166,23 @@ class RealmLayout:
                     RankLayout(layout, SlotTemplates(layout, self.namespace_digest))
                 )
 
-    def register(self, rank: int, layout: ChunkLayout) -> bool:
-        """Set a rank's geometry. True if it was not known yet.
-
-        Raises `AttachRefused` where it differs from the geometry of the rank's stored chunks.
-        """
+    def register(self, rank: int, layout: ChunkLayout) -> None:
+        """Set a rank's geometry. Raises `AttachRefused` where it differs from the known one."""
         known = self.ranks.get(rank)
         if known is None:
             self.ranks[rank] = RankLayout(layout, SlotTemplates(layout, self.namespace_digest))
-            return True
-        if known.layout != layout:
+        elif known.layout != layout:
             raise AttachRefused(
                 "layout",
                 f"layout={layout}: rank {rank} of this namespace and topology stores "
                 f"{known.layout}; what differs belongs into the namespace or the topology",
             )
-        return False
 
 
 class Realms:
     """All realms of this sidecar; `realms_max` at most."""
 
-    def __init__(self, realms_max: int = REALMS_MAX) -> None:
+    def __init__(self, realms_max: int = 256) -> None:
         self.realms_max = realms_max
         self._by_identity: dict[tuple[object, ...], RealmLayout] = {}
         self._by_id: dict[int, RealmLayout] = {}
@@ -221,10 +206,6 @@ class Realms:
         """All realms, oldest first."""
         return list(self._by_id.values())
 
-    def get(self, realm_id: int) -> RealmLayout | None:
-        """The realm with this id, or None."""
-        return self._by_id.get(realm_id)
-
     def knows(self, realm: RealmLayout) -> bool:
         """Whether a realm is still one of these."""
         return self._by_id.get(realm.realm_id) is realm
@@ -244,8 +225,7 @@ class Realms:
 
     def find(self, parts: Sequence[Attach]) -> tuple[RealmLayout | None, ...]:
         """The realm of each group of a client, None where there is none yet."""
-        home = _identity(parts[0])
-        return tuple(self._by_identity.get(_of_group(home, part)) for part in parts)
+        return tuple(map(self._by_identity.get, _identities(parts)))
 
     def join(self, parts: Sequence[Attach]) -> tuple[RealmLayout, ...]:
         """The realm of each group of a client, created where there is none yet.
@@ -253,12 +233,10 @@ class Realms:
         Raises `AttachRefused`, or `OSError` where there is no memory for an index. Then no realm
         was created.
         """
-        home = _identity(parts[0])
         joined: list[RealmLayout] = []
         made: list[RealmLayout] = []
         try:
-            for part in parts:
-                identity = _of_group(home, part)
+            for identity, part in zip(_identities(parts), parts, strict=True):
                 realm = self._by_identity.get(identity)
                 if realm is None:
                     group = len(joined) if len(parts) > 1 else None
@@ -274,12 +252,9 @@ class Realms:
         return tuple(joined)
 
     def forget(self, realms: Iterable[RealmLayout]) -> None:
-        """Remove realms without sessions and chunks. Give a home together with its groups.
-
-        Realms that were removed already are skipped.
-        """
+        """Remove realms without sessions and chunks, once. Give a home with its groups."""
         for realm in realms:
-            if self._by_id.get(realm.realm_id) is not realm:
+            if realm.forgotten:
                 continue
             identity = next(key for key, one in self._by_identity.items() if one is realm)
             del self._by_identity[identity], self._by_id[realm.realm_id]
@@ -288,18 +263,11 @@ class Realms:
                 realm.index.close()
 
     def _make(self, attach: Attach, home: RealmLayout | None, group: int | None) -> RealmLayout:
-        require_json_object(attach.namespace)
-        if len(self._by_id) >= self.realms_max:
-            raise full(self.realms_max)
+        """A new realm; `service/realm_eviction.py` has checked its namespace and made room."""
+        assert len(self._by_id) < self.realms_max
         self._last_id += 1
-        salted = "|".join(
-            (
-                attach.topology,
-                str(attach.num_segments),
-                str(attach.block_tokens),
-                str(attach.blocks_per_chunk),
-            )
-        )
+        salted = "|".join(map(str, _geometry(attach)))
+        salt = hashlib.sha256(salted.encode()).digest()[:_SALT_BYTES]
         return RealmLayout(
             realm_id=self._last_id,
             namespace=attach.namespace,
@@ -309,11 +277,7 @@ class Realms:
             block_tokens=attach.block_tokens,
             blocks_per_chunk=attach.blocks_per_chunk,
             model=attach.model,
-            index_salt=(
-                hashlib.sha256(salted.encode()).digest()[:_SALT_BYTES]
-                if home is None
-                else home.index_salt
-            ),
+            index_salt=salt if home is None else home.index_salt,
             index=IndexWriter(INDEX_ENTRIES_FIRST) if home is None else home.index,
             home=home,
             group=group,
@@ -326,44 +290,14 @@ class Realms:
                 realm.index.close()
 
 
-def _identity(attach: Attach) -> tuple[object, ...]:
-    return (
-        hashlib.sha256(attach.namespace).digest(),
-        attach.topology,
-        attach.num_segments,
-        attach.block_tokens,
-        attach.blocks_per_chunk,
-    )
+def _geometry(attach: Attach) -> tuple[str, int, int, int]:
+    return attach.topology, attach.num_segments, attach.block_tokens, attach.blocks_per_chunk
 
 
-def _of_group(home: tuple[object, ...], part: Attach) -> tuple[object, ...]:
-    """The identity of a group's realm. Engines that differ in their first group share no index."""
-    own = _identity(part)
-    return own if own == home else (*home, *own)
+def _identities(parts: Sequence[Attach]) -> list[tuple[object, ...]]:
+    """What tells the realms of a client's groups from others.
 
-
-def full(realms_max: int) -> AttachRefused:
-    """The refusal of a client for which no realm can make room."""
-    return AttachRefused(
-        "realms",
-        f"limits.realms_max={realms_max} namespaces and topologies are in use by engines that are "
-        "attached; stop some of them, or raise the limit",
-    )
-
-
-def require_json_object(namespace: bytes) -> None:
-    """Raise `AttachRefused` unless the namespace is a JSON object that `/status` can show."""
-    try:
-        decoded: object = msgspec.json.decode(namespace)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise AttachRefused("namespace", f"namespace is not JSON: {error}") from error
-    if not isinstance(decoded, dict):
-        raise AttachRefused(
-            "namespace", f"namespace is a JSON {type(decoded).__name__}: must be an object"
-        )
-    # /status encodes it deeper in the stack, where the same nesting could exceed the limit.
-    if deeper_than(cast("object", decoded), NAMESPACE_DEPTH_MAX):
-        raise AttachRefused(
-            "namespace",
-            f"namespace is nested more than {NAMESPACE_DEPTH_MAX} deep: make it flatter",
-        )
+    It includes the home's: engines that differ in their first group share no index.
+    """
+    home, *others = ((hashlib.sha256(one.namespace).digest(), *_geometry(one)) for one in parts)
+    return [home, *((*home, *other) for other in others)]

@@ -1,8 +1,7 @@
-"""The attach socket: connections, their descriptors, their end of file.
+"""Connections on the attach socket: their descriptors, their end of file.
 
-Owns one `Connection` per client with its stream framing, received descriptors (SCM_RIGHTS) and the
-peer's credentials (SO_PEERCRED). Does not own the socket's directory (`service/runtime_dir.py`),
-sessions, or the content of an `Attach`.
+Owns one `Connection` per client with its stream framing and received descriptors (SCM_RIGHTS). Does
+not own accepting (`unix_listener.py`), sessions, or the content of an `Attach`.
 
 Invariants:
 
@@ -17,67 +16,17 @@ import array
 import contextlib
 import os
 import socket
-import struct
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import anyio
 
-from sidecar.errors import AttachRefused, StartError
-from sidecar.protocol import FDS_PER_ATTACH_MAX, ProtocolError, frame_stream, stream_length
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from sidecar.errors import AttachRefused
+from sidecar.protocol import FDS_PER_ATTACH_MAX, frame_stream, stream_length
+from sidecar.transport.unix_listener import peer_of
 
 ATTACH_BYTES_MAX: Final = 1024 * 1024
-BACKLOG_CONNECTIONS_MAX: Final = 128
-QUEUED_MAX: Final = 4096
-"""Connections that the kernel queues; others are refused at once. Its default limit: every user who
-may pass the directory can connect, and fill the queue."""
 # More than are allowed, so that extra descriptors arrive and can be refused.
 _FDS_RECEIVED_MAX: Final = 32
-_CREDENTIALS = struct.Struct("iII")
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """The process at the other end, from the kernel (SO_PEERCRED)."""
-
-    pid: int
-    uid: int
-    gid: int
-
-
-def peer_of(sock: socket.socket) -> Peer:
-    """The process at the other end of a Unix connection."""
-    packed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return Peer(*_CREDENTIALS.unpack(packed))
-
-
-def listen(path: Path, mode: int) -> socket.socket:
-    """A non-blocking listening socket at `path`. Raises `StartError`."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        listener.setblocking(False)
-        listener.bind(str(path))
-        path.chmod(mode)
-        listener.listen(QUEUED_MAX)
-    except OSError as error:
-        listener.close()
-        raise StartError(
-            f"the socket {path} cannot be made: {error}; choose another runtime.directory"
-        ) from error
-    return listener
-
-
-def _attach_length(header: bytes) -> int:
-    length = stream_length(header)
-    if length > ATTACH_BYTES_MAX:
-        raise ProtocolError(
-            "frame_too_large",
-            f"Attach of {length} bytes exceeds ATTACH_BYTES_MAX={ATTACH_BYTES_MAX}",
-        )
-    return length
 
 
 def close_fds(fds: list[int]) -> None:
@@ -87,10 +36,9 @@ def close_fds(fds: list[int]) -> None:
 
 
 class Connection:
-    """One client's Unix connection. Owns `sock`."""
+    """One client's Unix connection. Owns `sock`, which is non-blocking."""
 
     def __init__(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
         self._sock = sock
         self.peer = peer_of(sock)
 
@@ -102,7 +50,7 @@ class Connection:
         """
         fds: list[int] = []
         try:
-            length = _attach_length(await self._receive_exactly(4, fds))
+            length = stream_length(await self._receive_exactly(4, fds), ATTACH_BYTES_MAX)
             return await self._receive_exactly(length, fds), fds
         except BaseException:
             close_fds(fds)
@@ -145,19 +93,16 @@ class Connection:
     def try_send(self, payload: bytes, fds: tuple[int, ...] = ()) -> bool:
         """Send one frame now. False if it was not sent whole: the stream is then unusable."""
         frame = frame_stream(payload)
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
-            return self._sock.sendmsg([frame], rights, socket.MSG_NOSIGNAL) == len(frame)
+            return socket.send_fds(self._sock, [frame], fds) == len(frame)
         except OSError:
             return False
 
     async def wait_end(self) -> str:
         """Wait until the peer closes, dies or sends something; returns which, in words."""
-        while True:
+        while (ended := self._ended()) is None:
             await anyio.wait_readable(self._sock)
-            ended = self._ended()
-            if ended is not None:
-                return ended
+        return ended
 
     def at_end(self) -> bool:
         """Whether the peer is gone, without waiting."""

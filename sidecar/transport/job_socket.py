@@ -9,7 +9,7 @@ session of its user, which no other connection holds.
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from typing import TYPE_CHECKING, Final
 
 from sidecar.protocol import FRAME_BYTES_MAX
@@ -17,7 +17,7 @@ from sidecar.transport import zmtp
 from sidecar.transport.zmtp_server import Sent, ZmtpPeer, ZmtpServer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
 CUT_BYTES_MAX: Final = 2 * FRAME_BYTES_MAX
@@ -30,15 +30,11 @@ class JobSocket(ZmtpServer):
     """The bound socket.
 
     Args:
-        path: where to bind.
         received: called with the token and the parts of each message; a message of more than one
             part has none here.
         admitted: whether a session with this token exists and belongs to this user.
         refused: called with an identity that is no session's.
         broke: receives an error of the socket itself.
-        mode: permissions of the socket file.
-        uids: users who may connect.
-        replies_queued_max: messages queued for one peer.
     """
 
     def __init__(
@@ -50,7 +46,7 @@ class JobSocket(ZmtpServer):
         broke: Callable[[BaseException], None],
         *,
         mode: int,
-        uids: Sequence[int],
+        uids: Iterable[int],
         replies_queued_max: int,
     ) -> None:
         super().__init__(
@@ -58,18 +54,17 @@ class JobSocket(ZmtpServer):
             b"ROUTER",
             broke,
             mode=mode,
+            uids=uids,
+            peers_max=math.inf,
             queued_max=replies_queued_max,
             frame_bytes_max=CUT_BYTES_MAX,
             parts_max=1,
             receive_bytes_max=RECEIVE_BYTES_MAX,
             heartbeats=False,
         )
-        self.handshakes_refused: Counter[str] = Counter(user=0)
-        """Connections refused before they were read, by reason."""
         self._received = received
         self._admitted = admitted
         self._refused = refused
-        self._uids = frozenset(uids)
         self._by_token: dict[bytes, ZmtpPeer] = {}
 
     def forget(self, token: bytes) -> None:
@@ -81,12 +76,6 @@ class JobSocket(ZmtpServer):
         """Queue one message for a session."""
         peer = self._by_token.get(token)
         return Sent.GONE if peer is None else self._queue(peer, zmtp.framed(payload))
-
-    def _admits(self, uid: int) -> bool:
-        if uid in self._uids:
-            return True
-        self.handshakes_refused["user"] += 1
-        return False
 
     def _identified(self, peer: ZmtpPeer) -> None:
         token = peer.identity

@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 HANDSHAKE_MILLISECONDS_MAX: Final = 5000
-_ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
-_ZAP_VERSION: Final = b"1.0"
-_ZAP_FRAMES: Final = 7
 _FAILED: Final = {
     int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "protocol",
     int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "broken_off",
@@ -46,7 +43,7 @@ class ZapAuthenticator:
         self._admitted = admitted
         self._zap = context.socket(zmq.ROUTER)
         self._zap.setsockopt(zmq.LINGER, 0)
-        self._zap.bind(_ZAP_ENDPOINT)
+        self._zap.bind("inproc://zeromq.zap.01")
         server.setsockopt(zmq.CURVE_SERVER, 1)
         server.setsockopt(zmq.CURVE_SECRETKEY, secret_key)
         server.setsockopt(zmq.ZAP_DOMAIN, b"kvlake")
@@ -66,18 +63,14 @@ class ZapAuthenticator:
         self._zap.close(linger=0)
 
     def _answer(self, parts: list[bytes]) -> None:
-        """One ZAP request: its address, an empty frame, then the request's own frames."""
-        empty = parts.index(b"")
-        address, request = parts[: empty + 1], parts[empty + 1 :]
-        version, request_id = request[0], request[1]
-        key = ""
-        if version == _ZAP_VERSION and len(request) == _ZAP_FRAMES and request[5] == b"CURVE":
-            key = z85.encode(request[6]).decode()
-        welcome = bool(key) and self._admitted(key)
-        if not welcome:
+        """Answer one request: address, "", version, id, domain, peer, routing id, "CURVE", key."""
+        address, empty, version, request_id, *_, key = parts
+        name = z85.encode(key).decode()
+        status = (b"200", b"OK", name.encode())
+        if not self._admitted(name):
             self.refused["key"] += 1
-        status = (b"200", b"OK", key.encode()) if welcome else (b"400", b"unknown key", b"")
-        self._zap.send_multipart([*address, _ZAP_VERSION, request_id, *status, b""], zmq.NOBLOCK)
+            status = (b"400", b"unknown key", b"")
+        self._zap.send_multipart((address, empty, version, request_id, *status, b""), zmq.NOBLOCK)
 
     def _count(self, parts: list[bytes]) -> None:
         event = int(parse_monitor_message(parts)["event"])

@@ -10,6 +10,7 @@ asked (EVENTS), and while it has more, another wake is scheduled.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING, Final
 
 import zmq
@@ -23,8 +24,7 @@ MESSAGES_PER_WAKE_MAX: Final = 64
 class ZmqReader:
     """Calls `received` on the loop with the parts of each message. Make it on the loop.
 
-    Args:
-        broke: receives an error of `received`. None raises it to the loop, which logs it.
+    `broke` receives an error that it raises; without, the loop logs that.
     """
 
     def __init__(
@@ -61,12 +61,9 @@ class ZmqReader:
             self._scheduled.cancel()
             self._scheduled = None
         try:
-            for _ in range(MESSAGES_PER_WAKE_MAX):
-                try:
-                    parts = self._socket.recv_multipart(zmq.NOBLOCK)
-                except zmq.Again:
-                    break
-                self._received(parts)
+            with contextlib.suppress(zmq.Again):
+                for _ in range(MESSAGES_PER_WAKE_MAX):
+                    self._received(self._socket.recv_multipart(zmq.NOBLOCK))
             self.check()
         except BaseException as error:
             if self._broke is None:

@@ -18,9 +18,6 @@ _NULL: Final = b"NULL".ljust(20, b"\0")
 _GREETING: Final = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + _NULL + bytes(32)
 _READY: Final = b"\x05READY"
 _PING: Final = b"\x04PING"
-_PONG: Final = b"\x04PONG"
-_TTL_BYTES: Final = 2
-_CONTEXT_BYTES_MAX: Final = 16
 
 
 class ZmtpError(Exception):
@@ -36,20 +33,20 @@ def framed(payload: bytes, flags: int = 0) -> bytes:
 
 def hello(socket_type: bytes) -> bytes:
     """Greeting and READY of this side."""
-    properties = _property(b"Socket-Type", socket_type) + _property(b"Identity", b"")
-    return _GREETING + framed(_READY + properties, COMMAND)
-
-
-def _property(name: bytes, value: bytes) -> bytes:
-    return bytes([len(name)]) + name + struct.pack(">I", len(value)) + value
+    properties = (
+        bytes([len(name)]) + name + struct.pack(">I", len(value)) + value
+        for name, value in ((b"Socket-Type", socket_type), (b"Identity", b""))
+    )
+    return _GREETING + framed(_READY + b"".join(properties), COMMAND)
 
 
 def pong_to(command: bytes) -> bytes | None:
     """The answer to a heartbeat; None to any other command."""
     if not command.startswith(_PING):
         return None
-    context = command[len(_PING) + _TTL_BYTES :][:_CONTEXT_BYTES_MAX]
-    return framed(_PONG + context, COMMAND)
+    # Behind its name a PING has 2 bytes of a time to live, then a context of at most 16.
+    context = command[len(_PING) + 2 :][:16]
+    return framed(b"\x04PONG" + context, COMMAND)
 
 
 def check_greeting(greeting: bytes) -> None:

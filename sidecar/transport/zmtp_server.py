@@ -1,7 +1,7 @@
 """A Unix socket that ZMQ sockets connect to: ZMTP, read frame by frame.
 
-Owns the listening socket, its connections, their handshake, reading, and sending. Does not own
-framing (`zmtp.py`), nor what messages mean: subclasses do (`job_socket.py`,
+Owns connections: their handshake, reading, and sending. Does not own accepting them
+(`unix_listener.py`), framing (`zmtp.py`), nor what messages mean: subclasses do (`job_socket.py`,
 `events/unix_sockets.py`).
 
 Invariants:
@@ -19,30 +19,27 @@ import abc
 import asyncio
 import contextlib
 import enum
-import errno
 import socket
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from sidecar.transport import zmtp
-from sidecar.transport.attach_socket import listen, peer_of
+from sidecar.transport.unix_listener import UnixListener
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
+
+    from sidecar.transport.unix_listener import Peer
 
 WAKE_SECONDS_MAX: Final = 0.002
 LINGER_SECONDS_MAX: Final = 0.2
 HANDSHAKE_SECONDS_MAX: Final = 5.0
 HANDSHAKES_MAX: Final = 64
 """Connections that have not sent a READY yet. Beyond it the oldest is closed."""
-ACCEPTED_PER_WAKE_MAX: Final = 16
-ACCEPT_RETRY_SECONDS: Final = 1.0
 FRAMES_PER_TURN_MAX: Final = 32
 READY_BYTES_MAX: Final = 1024
-
-_OUT_OF_RESOURCES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Sent(enum.Enum):
@@ -63,27 +60,23 @@ class ZmtpPeer:
         self.uid = uid
         self.identity = b""
         self.greeted = False
-        self.ready = False
-        """Whether its READY was accepted."""
         self.inbox = bytearray()
         self.outbox: deque[memoryview] = deque()
         self.num_parts = 0
         """Parts received of an incomplete message."""
         self.parts: list[bytes] = []
         """The parts of it that are kept."""
-        self.scheduled = False
         self.closed = False
-        self.deadline: asyncio.TimerHandle | None = None
 
 
 class ZmtpServer(abc.ABC):
     """The bound socket. Make it on the event loop.
 
     Args:
-        path: where to bind.
         socket_type: ZMQ type that peers are told, such as `PUB`.
         broke: receives an error of the server itself.
-        mode: permissions of the socket file.
+        uids: users who may connect.
+        peers_max: connections of them; more are closed at once.
         queued_max: messages queued for one peer.
         frame_bytes_max: a longer frame ends its connection.
         parts_max: parts of a message that are kept; a longer message is received as no parts.
@@ -99,6 +92,8 @@ class ZmtpServer(abc.ABC):
         broke: Callable[[BaseException], None],
         *,
         mode: int,
+        uids: Iterable[int],
+        peers_max: float,
         queued_max: int,
         frame_bytes_max: int,
         parts_max: int,
@@ -106,10 +101,12 @@ class ZmtpServer(abc.ABC):
         heartbeats: bool,
     ) -> None:
         self.endpoint = f"ipc://{path}"
-        self.path = path
+        self.users_refused = 0
+        """Connections of other users, closed before they were read."""
         self._hello = zmtp.hello(socket_type)
         self._broke = broke
-        self._mode = mode
+        self._uids = frozenset(uids)
+        self._peers_max = peers_max
         self._queued_max = queued_max
         self._frame_bytes_max = frame_bytes_max
         self._parts_max = parts_max
@@ -117,14 +114,13 @@ class ZmtpServer(abc.ABC):
         self._heartbeats = heartbeats
         self._loop = asyncio.get_running_loop()
         self._peers: dict[ZmtpPeer, None] = {}
-        self._handshaking: dict[ZmtpPeer, None] = {}
-        self._readable_peers: deque[ZmtpPeer] = deque()
+        self._handshaking: dict[ZmtpPeer, asyncio.TimerHandle] = {}
+        """Connections without an accepted READY, the oldest first, with what closes them."""
+        self._readable: dict[ZmtpPeer, None] = {}
+        """In the order of their turns."""
         self._turn: asyncio.Handle | None = None
-        self._listener = self._listen()
-
-    @abc.abstractmethod
-    def _admits(self, uid: int) -> bool:
-        """Whether a new connection of this user is read."""
+        self.listener = UnixListener(path, mode)
+        self.listener.start(self._accepted, broke)
 
     @abc.abstractmethod
     def _identified(self, peer: ZmtpPeer) -> None:
@@ -134,25 +130,11 @@ class ZmtpServer(abc.ABC):
     def _message(self, peer: ZmtpPeer, parts: list[bytes]) -> None:
         """Handle a message; `parts` is empty where it had more than `parts_max`."""
 
-    def bind_again(self) -> None:
-        """Make the socket file again after somebody removed it. Connections are kept."""
-        listener = self._listen()
-        self._loop.remove_reader(self._listener)
-        self._listener.close()
-        self._listener = listener
-
-    def _listen(self) -> socket.socket:
-        self.path.unlink(missing_ok=True)
-        listener = listen(self.path, self._mode)
-        self._loop.add_reader(listener, self._guarded, self._accept, listener)
-        return listener
-
     def close(self) -> None:
         """Send what is queued, for `LINGER_SECONDS_MAX` at most, and close."""
         if self._turn is not None:
             self._turn.cancel()
-        self._loop.remove_reader(self._listener)
-        self._listener.close()
+        self.listener.close()
         until = time.monotonic() + LINGER_SECONDS_MAX
         for peer in list(self._peers):
             with contextlib.suppress(OSError):
@@ -169,46 +151,36 @@ class ZmtpServer(abc.ABC):
         except BaseException as error:
             self._broke(error)
 
-    def _accept(self, listener: socket.socket) -> None:
-        for _ in range(ACCEPTED_PER_WAKE_MAX):
-            try:
-                sock, _ = listener.accept()
-            except OSError as error:
-                if error.errno in _OUT_OF_RESOURCES:
-                    # The pending connection would keep the listener readable.
-                    self._loop.remove_reader(listener)
-                    self._loop.call_later(ACCEPT_RETRY_SECONDS, self._resume_accept, listener)
-                return
-            sock.setblocking(False)
-            uid = peer_of(sock).uid
-            if not self._admits(uid):
-                sock.close()
-                continue
-            if len(self._handshaking) >= HANDSHAKES_MAX:
-                self._close(next(iter(self._handshaking)))
-            peer = ZmtpPeer(sock, uid)
-            self._peers[peer] = self._handshaking[peer] = None
-            peer.deadline = self._loop.call_later(HANDSHAKE_SECONDS_MAX, self._close, peer)
-            self._loop.add_reader(sock, self._readable, peer)
-            peer.outbox.append(memoryview(self._hello))
-            self._flush(peer)
-
-    def _resume_accept(self, listener: socket.socket) -> None:
-        if listener.fileno() >= 0:
-            self._loop.add_reader(listener, self._guarded, self._accept, listener)
+    def _accepted(self, sock: socket.socket, by: Peer) -> None:
+        served = by.uid in self._uids
+        self.users_refused += not served
+        if not served or len(self._peers) >= self._peers_max:
+            sock.close()
+            return
+        if len(self._handshaking) >= HANDSHAKES_MAX:
+            self._close(next(iter(self._handshaking)))
+        peer = ZmtpPeer(sock, by.uid)
+        self._peers[peer] = None
+        deadline = self._loop.call_later(HANDSHAKE_SECONDS_MAX, self._close, peer)
+        self._handshaking[peer] = deadline
+        self._loop.add_reader(sock, self._due, peer)
+        peer.outbox.append(memoryview(self._hello))
+        self._flush(peer)
 
     def _close(self, peer: ZmtpPeer) -> None:
         if peer.closed:
             return
         peer.closed = True
-        if peer.deadline is not None:
-            peer.deadline.cancel()
         del self._peers[peer]
-        self._handshaking.pop(peer, None)
+        self._end_handshake(peer)
         peer.outbox.clear()
         self._loop.remove_reader(peer.sock)
         self._loop.remove_writer(peer.sock)
         peer.sock.close()
+
+    def _end_handshake(self, peer: ZmtpPeer) -> None:
+        if (deadline := self._handshaking.pop(peer, None)) is not None:
+            deadline.cancel()
 
     # --- sending ---------------------------------------------------------------------------
 
@@ -239,29 +211,24 @@ class ZmtpServer(abc.ABC):
 
     # --- reading ---------------------------------------------------------------------------
 
-    def _readable(self, peer: ZmtpPeer) -> None:
-        if peer.scheduled:
-            return
-        peer.scheduled = True
-        self._readable_peers.append(peer)
+    def _due(self, peer: ZmtpPeer) -> None:
+        self._readable[peer] = None
         if self._turn is None:
             self._begin_turn()
 
     def _begin_turn(self) -> None:
         self._turn = None
-        if not self._readable_peers:
+        if not self._readable:
             return
         # A turn that runs out of time continues in the loop's next one, behind all else there.
         self._turn = self._loop.call_soon(self._begin_turn)
         self._guarded(self._read_all, time.monotonic() + WAKE_SECONDS_MAX)
 
     def _read_all(self, until: float) -> None:
-        for _ in range(len(self._readable_peers)):
-            peer = self._readable_peers.popleft()
-            peer.scheduled = False
+        for peer in list(self._readable):
+            del self._readable[peer]
             if not peer.closed and self._read(peer) and not peer.closed:
-                peer.scheduled = True
-                self._readable_peers.append(peer)
+                self._readable[peer] = None
             if time.monotonic() > until:
                 return
 
@@ -282,10 +249,7 @@ class ZmtpServer(abc.ABC):
         return False
 
     def _take(self, peer: ZmtpPeer) -> bool:
-        """Take up to `FRAMES_PER_TURN_MAX` frames out of the inbox; True if no whole one is left.
-
-        Raises `ZmtpError`.
-        """
+        """Take up to `FRAMES_PER_TURN_MAX` frames of the inbox; True if no whole one is left."""
         at = 0
         try:
             if not peer.greeted:
@@ -294,7 +258,8 @@ class ZmtpServer(abc.ABC):
                 zmtp.check_greeting(bytes(peer.inbox[: zmtp.GREETING_BYTES]))
                 peer.greeted, at = True, zmtp.GREETING_BYTES
             for _ in range(FRAMES_PER_TURN_MAX):
-                bytes_max = self._frame_bytes_max if peer.ready else READY_BYTES_MAX
+                greets = peer in self._handshaking
+                bytes_max = READY_BYTES_MAX if greets else self._frame_bytes_max
                 frame = zmtp.frame_at(peer.inbox, at, bytes_max)
                 if frame is None:
                     return True
@@ -309,20 +274,17 @@ class ZmtpServer(abc.ABC):
             del peer.inbox[:at]
 
     def _frame(self, peer: ZmtpPeer, flags: int, payload: bytes) -> None:
-        if flags & zmtp.COMMAND and peer.ready:
+        if peer in self._handshaking:
+            if not flags & zmtp.COMMAND:
+                raise zmtp.ZmtpError
+            peer.identity = zmtp.identity_in(payload)
+            self._identified(peer)
+            self._end_handshake(peer)
+        elif flags & zmtp.COMMAND:
             if not self._heartbeats:
                 raise zmtp.ZmtpError
             if (pong := zmtp.pong_to(payload)) is not None:
                 self._queue(peer, pong)
-        elif flags & zmtp.COMMAND:
-            peer.identity = zmtp.identity_in(payload)
-            self._identified(peer)
-            peer.ready = True
-            del self._handshaking[peer]
-            if peer.deadline is not None:
-                peer.deadline.cancel()
-        elif not peer.ready:
-            raise zmtp.ZmtpError
         else:
             more = flags & zmtp.MORE
             peer.num_parts += 1

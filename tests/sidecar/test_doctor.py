@@ -158,7 +158,7 @@ def runtime_directory_that_is_a_file(world: World) -> dict[str, Any]:
     return {}
 
 
-@refusal("_check_own")
+@refusal("_check_kind")
 def runtime_directory_of_another(world: World) -> dict[str, Any]:
     os.chown(world.home(), OTHER, OTHER)
     return {}
@@ -388,7 +388,7 @@ def no_room_beside_what_would_be_given_back(world: World) -> dict[str, Any]:
 
 UNREACHED = {
     "check": "the configuration refuses the same length of a path before",
-    "listen": "a socket cannot be made in a directory that was checked",
+    "UnixListener._bind": "a socket cannot be made in a directory that was checked",
     "RuntimeDirectory._take_lock": "a sidecar that runs: its own test",
     "Placement.settle": "the kernel refuses to place memory: its own test in tests/gpu",
     "_lock": "a lock that changes owners all the time",

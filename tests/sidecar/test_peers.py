@@ -16,7 +16,6 @@ from sidecar.errors import StartError
 from sidecar.protocol import Outcome
 from sidecar.service.runtime_dir import RuntimeDirectory
 from sidecar.service.self_checks import SelfChecks
-from sidecar.transport.attach_socket import listen
 from tests import places
 from tests.sidecar.client import RunningSidecar, Worker, config_in, key_of, with_events
 
@@ -50,7 +49,8 @@ def test_sockets_of_another_that_has_it_are_left_alone(short_directory: Path) ->
     first = RuntimeDirectory(short_directory, "a")
     first.path.rename(short_directory / "moved")
     second = RuntimeDirectory(short_directory, "a")
-    with listen(second.attach_path, second.socket_mode):
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(second.attach_path))
         first.remove_sockets()
         first.close()
         assert second.attach_path.exists()

@@ -27,8 +27,8 @@ from sidecar.errors import StartError
 from sidecar.observe.host_contents import HostContents
 from sidecar.protocol import Outcome
 from sidecar.service.systemd import Notifier
-from sidecar.service.watchdog import PROBLEMS, Phase, Problem, Watchdog
-from sidecar.transport.job_socket import JobSocket
+from sidecar.service.watchdog import PROBLEMS, Problem, Watchdog
+from sidecar.transport.unix_listener import UnixListener
 from tests import places
 from tests.sidecar.client import (
     WAIT_SECONDS_MAX,
@@ -152,15 +152,15 @@ def test_a_socket_that_cannot_be_bound_is_tried_again(
     short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For want of room, say."""
-    bind_again = JobSocket.bind_again
+    bind_again = UnixListener.bind_again
     left = [errno.ENOSPC, errno.EMFILE]
 
-    def fails_twice(router: JobSocket) -> None:
+    def fails_twice(listener: UnixListener) -> None:
         if left:
             raise OSError(left.pop(), "no room")
-        bind_again(router)
+        bind_again(listener)
 
-    monkeypatch.setattr(JobSocket, "bind_again", fails_twice)
+    monkeypatch.setattr(UnixListener, "bind_again", fails_twice)
     with RunningSidecar(config_in(short_directory)) as sidecar:
         jobs = sidecar.path.parent / "jobs.sock"
         jobs.unlink()
@@ -277,16 +277,15 @@ async def test_a_store_that_stays_down_has_one_line_however_it_fails(
 ) -> None:
     caplog.set_level("INFO", "kvlake.server")
     failures = itertools.count(1)
-    down = [True]
+    down = [False]
 
     def check() -> list[Problem]:
         return [Problem("store", f"request {next(failures)} failed", serious=False)] * down[0]
 
     watchdog = Watchdog(Notifier({}))
-    watchdog.enter(Phase.SERVING)
-    watchdog.add(check)
     send, beat = anyio.create_memory_object_stream[None](math.inf)
-    watchdog.repair(lambda: send.send_nowait(None))
+    watchdog.serve(check, lambda: send.send_nowait(None))
+    down[0] = True
 
     async def beats(count: int) -> None:
         for _ in range(count):

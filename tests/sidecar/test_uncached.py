@@ -29,7 +29,7 @@ from sidecar.protocol import (
     frame_stream,
 )
 from sidecar.service.uncached import REASONS, REFUSED_MAX, REFUSED_SECONDS, UncachedEngines
-from sidecar.transport.attach_socket import Peer
+from sidecar.transport.unix_listener import Peer
 from tests.sidecar.client import (
     WAIT_SECONDS_MAX,
     RefusedError,

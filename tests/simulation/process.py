@@ -29,8 +29,8 @@ from sidecar.data.host_pool import open_pool
 from sidecar.protocol import decode_server
 from sidecar.service.handshake import Handshakes
 from sidecar.service.store_stack import open_store
-from sidecar.transport.attach_socket import Peer
 from sidecar.transport.job_socket import JobSocket
+from sidecar.transport.unix_listener import Peer
 from sidecar.transport.zmtp_server import Sent
 from tests import places
 from tests.simulation.clock import Hop, Violation, VirtualLoop, World
@@ -177,7 +177,7 @@ class SidecarProcess:
         async with anyio.create_task_group() as tasks:
             await self.server.start(tasks)
             self._tasks = tasks
-            self._handshakes = Handshakes(dispatcher, self.router.endpoint)
+            self._handshakes = Handshakes(dispatcher, self.router.endpoint, tasks)
             await self.server.stopping.wait()
             self.stopping = True
             if self.server.broken is None:
