@@ -32,7 +32,7 @@ from tiers.cuda.pinned_memory import PinnedMemory
 from tiers.store.client import run_to_end
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
     from concurrent.futures import Future
 
     import numpy as np
@@ -40,11 +40,10 @@ if TYPE_CHECKING:
 
     from sidecar.config.host import GpuSettings
     from sidecar.protocol import Memory
-    from tiers.kv.copy import Transfer
+    from tiers.kv.copy import Region
     from tiers.kv.layout import KVLayout
 
     Bytes = npt.NDArray[np.uint8]
-    BlockIds = npt.NDArray[np.int64]
 
 _logger = logging.getLogger("kvlake.gpu")
 
@@ -59,7 +58,7 @@ class Gpus:
         self._pins: PinnedMemory | None = None
         self._preparing: dict[bytes, anyio.CapacityLimiter] = {}
         self._pinning = threading.Lock()
-        self._unmapping: ThreadPoolExecutor | None = None
+        self._unmapping = ThreadPoolExecutor(1, thread_name_prefix="kvlake-unmap")
 
     async def prepare(self, memory: Memory) -> None:
         """Prepare the device of `memory`, once. Raises `AttachRefused`."""
@@ -99,40 +98,39 @@ class Gpus:
             device.close()
             raise
         self._devices[uuid] = device
-        found = device.calibration
         _logger.info(
             "GPU ready",
             extra=fields(
                 uuid=uuid.hex(),
                 name=device.driver.name(device.ordinal),
                 batches=device.batches,
-                planes=found.planes,
-                gb_per_second=describe_rates(found),
+                planes=device.calibration.planes,
+                gb_per_second=describe_rates(device.calibration),
             ),
         )
         return device
 
-    def open(self, memory: Memory, layout: KVLayout, fds: list[int]) -> GpuRegion:
+    def open(
+        self, memory: Memory, layouts: Sequence[KVLayout], fds: list[int]
+    ) -> tuple[GpuMapping, Sequence[Region]]:
         """Map a worker's memory on a prepared device. Raises `AttachRefused`."""
         device, pins = self._devices[memory.device_uuid], self._pins
         assert pins is not None, "pinned with the first device"
+        first, *others = layouts
         try:
             mapped = (
-                device.import_ipc(memory.handle, layout, pins)
+                device.import_ipc(memory.handle, first, pins)
                 if memory.kind == KIND_CUDA_IPC
-                else device.import_vmm(fds[0], layout, pins)
+                else device.import_vmm(fds[0], first, pins)
             )
         except CudaFailed as error:
             raise AttachRefused("memory", f"the worker's GPU memory: {error}") from error
-        if self._unmapping is None:
-            self._unmapping = ThreadPoolExecutor(1, thread_name_prefix="kvlake-unmap")
-        return GpuRegion(mapped, self._unmapping, threading.Event())
+        regions = (mapped, *(mapped.part(layout) for layout in others))
+        return GpuMapping(mapped, self._unmapping), regions
 
     def close(self) -> None:
         """Release everything. Every region is closed, and no copy runs."""
-        if self._unmapping is not None:
-            self._unmapping.shutdown()
-            self._unmapping = None
+        self._unmapping.shutdown()
         devices = sorted(self._devices.values(), key=lambda device: device.lost is not None)
         with _logged():
             if self._pins is not None:
@@ -155,41 +153,22 @@ def _logged() -> Generator[None]:
         _logger.warning("a GPU was not released cleanly", extra=fields(error=error))
 
 
-class GpuRegion:
-    """A worker's KV memory on a GPU, as one KV cache group lies in it. A `Region`."""
+class GpuMapping:
+    """A worker's KV memory on a GPU, mapped."""
 
-    def __init__(
-        self, memory: DeviceMemory, unmapping: ThreadPoolExecutor, unmapped: threading.Event
-    ) -> None:
+    def __init__(self, memory: DeviceMemory, unmapping: ThreadPoolExecutor) -> None:
         self._memory = memory
         self._unmapping = unmapping
-        self._unmapped = unmapped
-        """Set once the memory is unmapped; of all groups in it."""
-
-    def gather(self, block_ids: BlockIds, payload: Bytes) -> Transfer:
-        """Start copying blocks to `payload`."""
-        return self._memory.gather(block_ids, payload)
-
-    def scatter(self, block_ids: BlockIds, payload: Bytes) -> Transfer:
-        """Start copying `payload` to blocks."""
-        return self._memory.scatter(block_ids, payload)
-
-    def part(self, layout: KVLayout) -> GpuRegion:
-        """Another KV cache group in the same memory."""
-        return GpuRegion(self._memory.part(layout), self._unmapping, self._unmapped)
-
-    @property
-    def mapped(self) -> bool:
-        """Whether the memory is still mapped."""
-        return not self._unmapped.is_set()
+        self.mapped = True
+        """Whether it is still mapped."""
 
     def close(self) -> None:
-        """Unmap it for all groups, in a thread: the driver may take milliseconds."""
+        """Unmap it, in a thread: the driver may take milliseconds."""
         self._unmapping.submit(self._memory.close).add_done_callback(self._closed)
 
     def _closed(self, ended: Future[None]) -> None:
         error = ended.exception()
         if error is None:
-            self._unmapped.set()
+            self.mapped = False
         else:
             _logger.error("a worker's GPU memory was not unmapped", extra=fields(error=error))

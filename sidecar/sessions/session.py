@@ -16,7 +16,7 @@ from __future__ import annotations
 import secrets
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from sidecar.core.commands import OpenedGroup, Received, SessionOpened
 from sidecar.errors import AttachRefused
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from sidecar.sessions.worker_memory import WorkerMemory
     from sidecar.transport.attach_socket import Connection
 
-_TOKEN_ID_BYTES: Final = 4
-
 
 @dataclass(slots=True, eq=False)
 class Session:
@@ -50,17 +48,14 @@ class Session:
 
     session_id: int
     attach: Attach
+    parts: tuple[Attach, ...]
+    """What was attached for each KV cache group."""
     connection: Connection
     realms: tuple[RealmLayout, ...]
-    """One for each KV cache group."""
+    """One for each group."""
     memory: WorkerMemory | None
     token: bytes
     opened: float = field(default_factory=time.monotonic)
-    parts: tuple[Attach, ...] = field(init=False)
-    """What was attached for each group."""
-
-    def __post_init__(self) -> None:
-        self.parts = self.attach.parts
 
     @property
     def realm(self) -> RealmLayout:
@@ -70,21 +65,20 @@ class Session:
     def opened_event(self) -> SessionOpened:
         """The event that announces this session to the engine."""
         attach = self.attach
-        groups = tuple(
-            OpenedGroup(
-                realm.realm_id,
-                None if part.layout is None else part.layout.chunk(part.blocks_per_chunk),
-                realm.namespace_digest,
-            )
-            for realm, part in zip(self.realms, self.parts, strict=True)
-        )
         return SessionOpened(
             session_id=self.session_id,
             role=attach.role,
             engine_id=attach.engine_id,
             rank=attach.rank,
             world_size=attach.world_size,
-            groups=groups,
+            groups=tuple(
+                OpenedGroup(
+                    realm.realm_id,
+                    None if part.layout is None else part.layout.chunk(part.blocks_per_chunk),
+                    realm.namespace_digest,
+                )
+                for realm, part in zip(self.realms, self.parts, strict=True)
+            ),
             want_events=attach.want_events,
             replicas=attach.replicas,
         )
@@ -98,10 +92,10 @@ class Session:
             raise ProtocolError(
                 "epoch", f"epoch={message.epoch}: this sidecar has epoch {epoch}; attach again"
             )
-        wanted = Role.WORKER if isinstance(message, Submit) else Role.SCHEDULER
-        if self.attach.role is not wanted:
+        role = Role.WORKER if isinstance(message, Submit) else Role.SCHEDULER
+        if self.attach.role is not role:
             raise ProtocolError(
-                "role", f"{type(message).__name__} from a {self.attach.role}: a {wanted} sends it"
+                "role", f"{type(message).__name__} from a {self.attach.role}: a {role} sends it"
             )
         if isinstance(message, Submit):
             self._check_submit(message)
@@ -119,7 +113,7 @@ class Session:
             for chunk in store.chunks:
                 part = self._part(chunk.group)
                 _check_blocks(part, chunk.block_ids, part.blocks_per_chunk)
-                num_bytes = len(chunk.block_ids) * part.block_tokens * _TOKEN_ID_BYTES
+                num_bytes = len(chunk.block_ids) * part.block_tokens * 4  # int32
                 if len(chunk.token_ids) != num_bytes:
                     raise ProtocolError(
                         "field",
@@ -181,19 +175,15 @@ class Sessions:
     def incomplete(self, seconds_max: float) -> list[tuple[str, list[int], int]]:
         """Engines that lack ranks `seconds_max` after another attached: id, ranks, world size."""
         since = time.monotonic() - seconds_max
-        ranks: dict[tuple[str, int], list[int]] = {}
-        waited: set[tuple[str, int]] = set()
+        engines: dict[tuple[str, int], list[Session]] = {}
         for session in self.all():
             attach = session.attach
             if attach.role is Role.WORKER:
-                engine = (attach.engine_id, attach.world_size)
-                ranks.setdefault(engine, []).append(attach.rank)
-                if session.opened < since:
-                    waited.add(engine)
+                engines.setdefault((attach.engine_id, attach.world_size), []).append(session)
         return [
-            (engine_id, sorted(found), world_size)
-            for (engine_id, world_size), found in ranks.items()
-            if (engine_id, world_size) in waited and len(set(found)) < world_size
+            (engine_id, sorted(one.attach.rank for one in workers), world_size)
+            for (engine_id, world_size), workers in engines.items()
+            if len(workers) < world_size and any(one.opened < since for one in workers)
         ]
 
     def disconnected(self, attach: Attach) -> list[Session]:
@@ -242,14 +232,9 @@ class Sessions:
         memory: WorkerMemory | None,
     ) -> Session:
         """Create the session of a client that passed `check`."""
-        session = Session(
-            session_id=self._next_id,
-            attach=attach,
-            connection=connection,
-            realms=realms,
-            memory=memory,
-            token=_new_token(),
-        )
+        # ZMQ reserves routing ids that start with a zero byte.
+        token = bytes([secrets.randbelow(255) + 1]) + secrets.token_bytes(TOKEN_BYTES - 1)
+        session = Session(self._next_id, attach, attach.parts, connection, realms, memory, token)
         self._next_id += 1
         self._by_id[session.session_id] = session
         self._by_token[session.token] = session
@@ -263,56 +248,36 @@ class Sessions:
             session.memory.end()
 
 
-def _new_token() -> bytes:
-    # ZMQ reserves routing ids that start with a zero byte.
-    return bytes([secrets.randbelow(255) + 1]) + secrets.token_bytes(TOKEN_BYTES - 1)
-
-
 def check_shape(attach: Attach) -> None:
     """Raise `AttachRefused` where the fields of one `Attach` disagree with each other."""
-    if attach.role is Role.SCHEDULER:
+    memory, entries = attach.memory, 0
+    if memory is None:
         return
+    if memory.kind not in MEMORY_FDS:
+        raise AttachRefused(
+            "memory_kind",
+            f"memory.kind={memory.kind!r}: this sidecar maps {', '.join(MEMORY_FDS)}",
+        )
     for part in attach.parts:
-        _check_part(part)
+        layout, segment = part.layout, part.segment
+        assert layout is not None, "decode_first checked"
+        assert segment is not None, "decode_first checked"
+        for name, given, there in (
+            ("segment", segment.name, layout.segment.name),
+            ("block_tokens", part.block_tokens, layout.block_tokens),
+            ("memory.size_bytes", memory.size_bytes, layout.size_bytes),
+        ):
+            if given != there:
+                raise AttachRefused("layout", f"{name}={given}: the layout has {there}")
+        try:
+            layout.chunk(part.blocks_per_chunk)
+        except LayoutError as error:
+            raise AttachRefused("layout", str(error)) from error
+        entries += segment.num_layers * segment.num_heads * layout.block_entries
     # A copy plan has 8 bytes per entry. The limit of one layout holds for all groups together.
-    entries = sum(
-        part.layout.segment.num_layers * part.layout.segment.num_heads * part.layout.block_entries
-        for part in attach.parts
-        if part.layout is not None
-    )
     if entries > BLOCK_ENTRIES_MAX:
         raise AttachRefused(
             "layout",
             f"groups={len(attach.parts)}: one block of each has {entries} (layer, head, token) "
             f"entries together, at most {BLOCK_ENTRIES_MAX} are served; use smaller blocks",
         )
-
-
-def _check_part(attach: Attach) -> None:
-    segment, layout, memory = attach.segment, attach.layout, attach.memory
-    assert segment is not None, "decode_attach checked"
-    assert layout is not None, "decode_attach checked"
-    assert memory is not None, "decode_attach checked"
-    if memory.kind not in MEMORY_FDS:
-        raise AttachRefused(
-            "memory_kind",
-            f"memory.kind={memory.kind!r}: this sidecar maps {', '.join(MEMORY_FDS)}",
-        )
-    if layout.segment != segment:
-        raise AttachRefused(
-            "layout", f"segment={segment.name}: the layout describes {layout.segment.name}"
-        )
-    if layout.block_tokens != attach.block_tokens:
-        raise AttachRefused(
-            "layout",
-            f"block_tokens={attach.block_tokens}: the layout has {layout.block_tokens}",
-        )
-    if layout.size_bytes != memory.size_bytes:
-        raise AttachRefused(
-            "layout",
-            f"memory.size_bytes={memory.size_bytes}: the layout has size_bytes={layout.size_bytes}",
-        )
-    try:
-        layout.chunk(attach.blocks_per_chunk)
-    except LayoutError as error:
-        raise AttachRefused("layout", str(error)) from error

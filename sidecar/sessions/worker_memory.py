@@ -15,6 +15,7 @@ import functools
 import logging
 import mmap
 import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import anyio
@@ -24,7 +25,6 @@ import numpy.typing as npt
 from sidecar.errors import AttachRefused
 from sidecar.logs import fields
 from sidecar.protocol import KIND_MEMFD, MEMORY_FDS
-from sidecar.transport.attach_socket import close_fds
 from tiers.kv.copy import CopyPlan
 from tiers.kv.fence import PAGE_BYTES, SidecarFence
 from tiers.kv.memfd import check_sealed, keep_out_of_dumps
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
     from sidecar.protocol import Attach
-    from sidecar.sessions.gpus import Gpus
+    from sidecar.sessions.gpus import GpuMapping, Gpus
     from tiers.kv.copy import Region, Visit
     from tiers.kv.layout import KVLayout
 
@@ -56,12 +56,20 @@ class HostMapping:
 
     def __init__(self, size_bytes: int, fd: int) -> None:
         try:
-            _check_size(size_bytes)
+            # A memfd may be sparse, so a size above the free memory is no error.
+            machine_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            if size_bytes > machine_bytes:
+                raise AttachRefused(
+                    "memory",
+                    f"memory.size_bytes={size_bytes}: this machine has {machine_bytes} bytes; "
+                    "lower the engine's KV cache size",
+                )
             check_sealed("memory", fd, size_bytes)
             self._map = mmap.mmap(fd, size_bytes)
             keep_out_of_dumps(self._map)
         finally:
             os.close(fd)
+        self.size_bytes = size_bytes
         self._bytes: Bytes | None = np.frombuffer(self._map, dtype=np.uint8)
 
     @property
@@ -75,6 +83,14 @@ class HostMapping:
         """Whether it is still mapped."""
         return not self._map.closed
 
+    def populate(self, start: int) -> bool:
+        """Map the pages of one slice ahead; False where that fails."""
+        try:
+            return populate(self.view[start : start + PREFAULT_BYTES_PER_CALL])
+        except OSError as error:
+            _logger.warning("KV memory is not mapped ahead", extra=fields(reason=error))
+            return False
+
     def close(self) -> None:
         """Unmap it."""
         self._bytes = None
@@ -87,63 +103,29 @@ class HostMapping:
 
 
 class HostRegion:
-    """KV memory in a memfd, copied by the CPU, as one KV cache group lies in it. A `Region`."""
+    """A memfd as one KV cache group lies in it, copied by the CPU. A `Region`."""
 
     def __init__(self, layout: KVLayout, mapping: HostMapping) -> None:
         self._plan = CopyPlan(layout)
-        self.mapping = mapping
-        self.size_bytes = layout.size_bytes
-
-    @classmethod
-    def open(cls, layout: KVLayout, fd: int) -> HostRegion:
-        """Map the memory. Takes over `fd`."""
-        mapping = HostMapping(layout.size_bytes, fd)
-        try:
-            return cls(layout, mapping)
-        except BaseException:
-            mapping.close()
-            raise
-
-    def part(self, layout: KVLayout) -> HostRegion:
-        """Another KV cache group in the same memory."""
-        return HostRegion(layout, self.mapping)
+        self._mapping = mapping
 
     def gather(self, block_ids: BlockIds, payload: Bytes) -> HostTransfer:
         """A copy of blocks to `payload`, carried out by `finish`."""
-        return HostTransfer(self._plan.gather, self.mapping, block_ids, payload)
+        return HostTransfer(self._plan.gather, self._mapping, block_ids, payload)
 
     def scatter(self, block_ids: BlockIds, payload: Bytes) -> HostTransfer:
         """A copy of `payload` to blocks, carried out by `finish`."""
-        return HostTransfer(self._plan.scatter, self.mapping, block_ids, payload)
-
-    def populate(self, start: int) -> bool:
-        """Map the pages of one slice ahead; False where that fails."""
-        try:
-            return populate(self.mapping.view[start : start + PREFAULT_BYTES_PER_CALL])
-        except OSError as error:
-            _logger.warning("KV memory is not mapped ahead", extra=fields(reason=error))
-            return False
-
-    @property
-    def mapped(self) -> bool:
-        """Whether it is still mapped."""
-        return self.mapping.mapped
-
-    def close(self) -> None:
-        """Unmap it, for all groups."""
-        self.mapping.close()
+        return HostTransfer(self._plan.scatter, self._mapping, block_ids, payload)
 
 
+@dataclass(slots=True)
 class HostTransfer:
     """A copy that runs in `finish`, in the thread that calls it. A `Transfer`."""
 
-    def __init__(
-        self, copy: Callable[..., None], mapping: HostMapping, block_ids: BlockIds, payload: Bytes
-    ) -> None:
-        self._copy = copy
-        self._mapping = mapping
-        self._block_ids = block_ids
-        self._payload = payload
+    _copy: Callable[..., None]
+    _mapping: HostMapping
+    _block_ids: BlockIds
+    _payload: Bytes
 
     def finish(self, visit: Visit) -> None:
         """Copy, and show each piece to `visit` while the core has it in its cache."""
@@ -154,16 +136,21 @@ class HostTransfer:
 
 
 class WorkerMemory:
-    """A worker's KV memory and fence page, mapped here. Owns the region and the page."""
+    """A worker's KV memory and fence page, mapped here: owns both.
 
-    def __init__(self, region: Region, fence: SidecarFence, parts: Sequence[KVLayout] = ()) -> None:
-        self.region = region
-        self.regions = (region, *(region.part(layout) for layout in parts))
-        """The region as each KV cache group lies in it."""
+    `regions` is the memory as each KV cache group lies in it.
+    """
+
+    def __init__(
+        self, mapping: HostMapping | GpuMapping, regions: Sequence[Region], fence: SidecarFence
+    ) -> None:
+        self.mapping = mapping
+        self.regions = regions
         self.fence = fence
+        self.ended = False
+        """Whether no new copy may start."""
         self._open = True
         self._copies = 0
-        self._ended = False
 
     @contextlib.contextmanager
     def in_use(self) -> Generator[bool]:
@@ -188,30 +175,25 @@ class WorkerMemory:
         A copy into a page that is not mapped yet takes a fault for every 4 KiB, which makes it
         three times slower. Pages that the engine reserved but has not touched are allocated.
         """
-        region = self.region
-        if not isinstance(region, HostRegion):
+        mapping = self.mapping
+        if not isinstance(mapping, HostMapping):
             return
-        for start in range(0, region.size_bytes, PREFAULT_BYTES_PER_CALL):
+        for start in range(0, mapping.size_bytes, PREFAULT_BYTES_PER_CALL):
             with self.in_use() as mapped:
-                if not mapped or self._ended:
+                if not mapped or self.ended:
                     return
-                if not await run_to_end(functools.partial(region.populate, start), _prefaulting):
+                if not await run_to_end(functools.partial(mapping.populate, start), _prefaulting):
                     return
 
     def end(self) -> None:
         """The session is over: unmap once the running copies have ended."""
-        self._ended = True
+        self.ended = True
         self._unmap_if_idle()
-
-    @property
-    def ended(self) -> bool:
-        """Whether no new copy may start."""
-        return self._ended
 
     @property
     def mapped(self) -> bool:
         """Whether the memory is still mapped here."""
-        return self.region.mapped
+        return self.mapping.mapped
 
     async def wait_unmapped(self, seconds_max: float) -> None:
         """Wait until the memory is unmapped, for `seconds_max` at most."""
@@ -221,35 +203,19 @@ class WorkerMemory:
                 await anyio.sleep(UNMAPPED_POLL_SECONDS)
 
     def _unmap_if_idle(self) -> None:
-        if not self._ended or self._copies or not self._open:
+        if not self.ended or self._copies or not self._open:
             return
         self._open = False
         self.fence.close()
-        self.region.close()
-
-
-def _check_size(size_bytes: int) -> None:
-    # A memfd may be sparse, so a size above the free memory is no error. A size above the
-    # machine's memory is.
-    machine_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if size_bytes > machine_bytes:
-        raise AttachRefused(
-            "memory",
-            f"memory.size_bytes={size_bytes}: this machine has {machine_bytes} bytes; lower the "
-            "engine's KV cache size",
-        )
+        self.mapping.close()
 
 
 def take_memory(attach: Attach, fds: list[int], gpus: Gpus | None = None) -> WorkerMemory | None:
-    """Map the descriptors of an `Attach` that passed `check_shape`. Takes over `fds`."""
-    try:
-        return _take_memory(attach, fds, gpus)
-    finally:
-        close_fds(fds)
+    """Map the descriptors of an `Attach` that passed `check_shape`.
 
-
-def _take_memory(attach: Attach, fds: list[int], gpus: Gpus | None) -> WorkerMemory | None:
-    shared, layout = attach.memory, attach.layout
+    Takes what it maps out of `fds`; the caller closes the rest. Raises `AttachRefused`.
+    """
+    shared = attach.memory
     names = () if shared is None else MEMORY_FDS[shared.kind]
     if len(fds) != len(names):
         raise AttachRefused(
@@ -257,21 +223,25 @@ def _take_memory(attach: Attach, fds: list[int], gpus: Gpus | None) -> WorkerMem
             f"{len(fds)} descriptors arrived: a {attach.role} sends {len(names)}"
             + (f" ({', '.join(names)})" if names else ""),
         )
-    if shared is None or layout is None:
+    if shared is None:
         return None
-    parts = [group.layout for group in attach.groups if group.layout is not None]
-    try:
-        check_sealed("fence page", fds[-1], PAGE_BYTES)
-        fence = SidecarFence(fds.pop())
+    layouts = [part.layout for part in attach.parts if part.layout is not None]
+    with contextlib.ExitStack() as undo:
         try:
+            check_sealed("fence page", fds[-1], PAGE_BYTES)
+            fence = SidecarFence(fds.pop())
+            undo.callback(fence.close)
             if shared.kind == KIND_MEMFD:
-                region: Region = HostRegion.open(layout, fds.pop())
+                mapping = HostMapping(shared.size_bytes, fds.pop())
+                undo.callback(mapping.close)
+                regions = [HostRegion(layout, mapping) for layout in layouts]
+                memory = WorkerMemory(mapping, regions, fence)
             else:
                 assert gpus is not None, "GPU memory is attached once its device is ready"
-                region = gpus.open(shared, layout, fds)
-            return WorkerMemory(region, fence, parts)
-        except BaseException:
-            fence.close()
-            raise
-    except (OSError, ValueError) as error:
-        raise AttachRefused("memory", f"the worker's memory cannot be mapped: {error}") from error
+                memory = WorkerMemory(*gpus.open(shared, layouts, fds), fence)
+        except (OSError, ValueError) as error:
+            raise AttachRefused(
+                "memory", f"the worker's memory cannot be mapped: {error}"
+            ) from error
+        undo.pop_all()
+        return memory

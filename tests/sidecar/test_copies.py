@@ -22,7 +22,7 @@ from sidecar.core.commands import (
 from sidecar.data.copies import Copies, gather_group
 from sidecar.data.copy_queue import CopyGroup
 from sidecar.protocol import Role
-from sidecar.sessions.worker_memory import HostRegion
+from sidecar.sessions.worker_memory import HostMapping
 from tests import places
 from tests.sidecar.bench import LAYOUT, Bench, until
 from tests.sidecar.client import attach_message, key_of
@@ -222,8 +222,8 @@ async def test_memory_stays_while_a_copy_uses_it(bench: Bench) -> None:
         assert mapped
         bench.sessions.close(bench.session)
         assert is_mapped(bench)
-        assert isinstance(bench.memory.region, HostRegion)
-        assert bench.memory.region.mapping.view[0] == bench.bytes[0]
+        assert isinstance(bench.memory.mapping, HostMapping)
+        assert bench.memory.mapping.view[0] == bench.bytes[0]
     assert not is_mapped(bench)
     with bench.memory.in_use() as mapped:
         assert not mapped

@@ -76,18 +76,6 @@ class Region(Protocol):
         """A copy of `payload`, a part of the pool, to blocks."""
         ...
 
-    def part(self, layout: KVLayout) -> Region:
-        """Another KV cache group in the same memory. Closed with this one."""
-        ...
-
-    @property
-    def mapped(self) -> bool:
-        """Whether it is still mapped in this process."""
-        ...
-
-    def close(self) -> None:
-        """Unmap it, now or soon. No copy of it may be running."""
-
 
 class _Plan(Protocol):
     def gather(self, memory: Bytes, block_ids: BlockIds, payload: Bytes, visit: Visit) -> None: ...
