@@ -1,18 +1,14 @@
 """The sidecar process: sockets, the task group, readiness, draining.
 
-Owns the start and the end of everything else: the runtime directory, the pool, the sockets, HTTP,
-the tasks and the signals. Does not own decisions (`core/engine.py`), how they are carried out
-(`service/dispatcher.py`, `data/executor.py`), or handshakes (`service/handshake.py`).
+Owns the start and the end of everything else. Does not own decisions (`core/engine.py`), how they
+are carried out (`service/dispatcher.py`, `data/executor.py`), or handshakes.
 
-Invariants:
-
-* Everything runs on one event loop inside one task group. Worker threads only copy, hash and access
-  files.
-* A stop is a drain: no new work is accepted, running copies end, the write queue is written for at
-  most `limits.drain_seconds_max`, and what is left is counted and logged. The process ends at once
-  at a second signal, and if a thread still hangs in a system call long after these limits.
-* Unless it is killed, its sockets are removed at the end, and its memory is kept or removed
-  (`data/host_pool.py`). After a kill the next sidecar of the same name takes over.
+Invariants: everything runs on one event loop inside one task group; threads only copy, hash and
+access files. A stop is a drain: no new work is accepted, running copies end, the write queue is
+written for at most `limits.drain_seconds_max`, and what is left is counted and logged. The process
+ends at once at a second signal, and if a thread hangs in a system call long after these limits.
+Unless it is killed, its sockets are removed at the end, and its memory is kept or removed
+(`data/host_pool.py`). After a kill the next sidecar of the same name takes over.
 """
 
 from __future__ import annotations
@@ -236,7 +232,9 @@ class Server:
                     ready(info)
                 await self.stopping.wait()
                 self._watchdog.drain()
-                stack.callback(self._end_in_time().cancel)
+                seconds_max = self._config.limits.drain_seconds_max + ANNOUNCE_SECONDS_MAX
+                timer = loop.call_later(seconds_max + HANGING_SECONDS_MAX, self._give_up)
+                stack.callback(timer.cancel)
                 attaches.close()
                 directory.remove_sockets(directory.attach_path)
                 if self.broken is None:
@@ -308,22 +306,15 @@ class Server:
                 _logger.info("stopping", extra=fields(signal=name))
                 self.stopping.set()
 
-    def _end_in_time(self) -> asyncio.TimerHandle:
-        """End the process if a system call of one of its threads hangs."""
-
-        def give_up() -> None:
-            # An embedding program decides for itself.
-            if threading.current_thread() is not threading.main_thread():
-                return
+    def _give_up(self) -> None:
+        """End the process: a system call of one of its threads hangs."""
+        # An embedding program decides for itself.
+        if threading.current_thread() is threading.main_thread():
             _logger.error(
                 "a call of the store does not return (a mount whose server is gone?): the sidecar "
                 "ends without it"
             )
             self._abandon(Exit.LOSS)
-
-        seconds_max = self._config.limits.drain_seconds_max + ANNOUNCE_SECONDS_MAX
-        loop = asyncio.get_running_loop()
-        return loop.call_later(seconds_max + HANGING_SECONDS_MAX, give_up)
 
     def _abandon(self, code: Exit) -> None:
         """End the process now. Threads may be copying, so nothing is unmapped first."""
@@ -349,10 +340,10 @@ class Server:
                 seconds = TICK_SECONDS_WAITED_FOR if lookups else TICK_SECONDS
                 took = time.monotonic() - begun
                 await anyio.sleep(max(seconds, took * TICK_REST))
-                continue
-            self.dispatcher.deadlines = anyio.Event()
-            with anyio.move_on_after(TICK_SECONDS_IDLE):
-                await self.dispatcher.deadlines.wait()
+            else:
+                self.dispatcher.deadlines = anyio.Event()
+                with anyio.move_on_after(TICK_SECONDS_IDLE):
+                    await self.dispatcher.deadlines.wait()
 
     async def drain(self) -> Exit:
         """Finish running work, within `limits.drain_seconds_max`."""

@@ -3,14 +3,10 @@
 Owns the engine, the realms and sessions, and the executor that carries commands out. Does not own
 sockets, tasks or signals (`app.py`), nor handshakes (`handshake.py`).
 
-Invariants:
-
-* Events are fed one at a time, in order. An event caused by a command is fed after all commands
-  before it are carried out.
-* A message can end its own session and nothing else. An error of the engine is a bug and ends the
-  sidecar: its clients go on without it.
-* A reply that cannot be delivered ends its session. The client sees the end of file and attaches
-  again, instead of waiting for the answer.
+Invariants: events are fed one at a time, in order, and one that a command causes after all commands
+before it. A message can end its own session and nothing else; an error of the engine is a bug and
+ends the sidecar, without which its clients go on. A reply that cannot be delivered ends its
+session: the client sees the end of file and attaches again, instead of waiting for the answer.
 """
 
 from __future__ import annotations

@@ -1,23 +1,17 @@
 """Realm eviction: which realms make room for a client's new ones, and removing them everywhere.
 
-Owns the choice, its order, and notifying all parts that know a realm. Does not own the limit
-(`limits.realms_max`, enforced by `sessions/namespaces.py`), nor the eviction of chunks
-(`core/engine.py`).
-
 A realm that a session uses stays. Of the others the cheapest goes first, and among equals the one
 that was not used for longest: one that holds nothing; one whose chunks only the catalog knows,
 where they are found again; one with chunks in host memory, which are evicted, the fewest bytes
 first; one whose chunks wait to be written, likewise. So a client that attaches with one new
 namespace after the other displaces one realm, and then only its own empty ones: to displace chunks
-in host memory it has to fill as much host memory itself. Hence no limit for each user:
-`limits.sessions_max` bounds how many realms a user's engines can hold.
+in host memory it has to fill as much itself. Hence no limit for each user.
 
 Groups that share an index are evicted with their home. While an engine uses the home, unused realms
 of other groups are evicted one by one, and their entries are taken out of the index.
 
 Invariants: one client at a time makes room, and no client attaches meanwhile, so all events of a
-realm precede those of a later one with its name. The event loop runs other tasks every few
-milliseconds.
+realm precede those of a later one with its name. The loop runs other tasks every few milliseconds.
 """
 
 from __future__ import annotations
@@ -102,10 +96,10 @@ class RealmEviction:
     async def _evict(self, unit: Unit) -> None:
         """Evict these realms, unless something of them is needed meanwhile."""
         dispatcher, known = self._dispatcher, self._dispatcher.engine.directory.realms
-        held = [(realm, known.get(realm.realm_id)) for realm in unit]
+        held = [(realm, known[realm.realm_id]) for realm in unit if realm.realm_id in known]
         chunks = -1
         while any(realm.realm_id in known for realm in unit):
-            before, chunks = chunks, sum(len(one.chunks) for _, one in held if one is not None)
+            before, chunks = chunks, sum(len(one.chunks) for _, one in held)
             if chunks == before:
                 # A write of one of its chunks has started.
                 return
@@ -131,8 +125,7 @@ class RealmEviction:
                 ),
             )
         for realm, one in held:
-            if one is not None:
-                await self._publish_removal(realm, one)
+            await self._publish_removal(realm, one)
 
     async def _publish_removal(self, realm: RealmLayout, held: DirectoryRealm) -> None:
         """Remove the realm's stored chunks from its home's index and from subscribers' view."""

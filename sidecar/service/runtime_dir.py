@@ -1,19 +1,17 @@
 """The runtime directory: the sockets' files, and the permissions that protect them.
 
 Owns `<runtime.directory>/<runtime.name>` with its lock and its socket files, and the check of the
-directories above (`check`, which changes nothing). Does not own the check of each client's user
-(`handshake.py`).
+directories above (`check`). Does not own the check of each client's user (`handshake.py`).
 
 Invariants:
 
 * Only root and the sidecar's own user can replace a socket or its directory: that user owns the
   directory and all symbolic links on the way, and no directory above lets others rename its entries
   (unless `runtime.strict_parents` is off).
-* The directory has mode 0700. With `runtime.allow_uids` it has 0711, so that those users can pass
-  through it; the sockets then refuse all others by their uid.
-* The holder of the directory's lock owns every file in it: a socket file found there is a dead
-  sidecar's. The lock is a flock, so it ends with its process.
-* Missing directories are made with the modes that `check` requires, whatever the umask.
+* The directory has mode 0700, or 0711 for the users of `runtime.allow_uids`: the sockets refuse all
+  others by their uid. Missing directories are made with the modes that `check` requires.
+* The holder of the directory's lock, a flock, owns every file in it: a socket found there is a dead
+  sidecar's.
 """
 
 from __future__ import annotations

@@ -3,15 +3,11 @@
 Owns the phase of the sidecar, the measurement of the event loop's lag, and the verdict that
 `/readyz`, the metrics and systemd show. Does not own the checks that find problems, nor HTTP.
 
-Invariants:
-
-* Ready means: the sidecar serves, and no check found a serious problem, one that keeps engines from
-  attaching or from being served. What only makes the cache worse (the store is away, the pool's
-  file is gone) is a problem that does not make the sidecar unready.
-* systemd's watchdog is fed from the loop, and only while the sidecar is ready, starting or
-  draining: a loop or copies that hang end in a restart.
-* A beat is a timer of the loop and no task: it measures the loop from before the first task is
-  started until after the last has ended.
+Invariants: ready means that the sidecar serves and no problem keeps engines from attaching or from
+being served; what only makes the cache worse (the store is away) is no such problem. systemd's
+watchdog is fed from the loop, and only while the sidecar is ready, starting or draining, so a loop
+or copies that hang end in a restart. A beat is a timer of the loop and no task: it measures the
+loop from before the first task is started until after the last has ended.
 """
 
 from __future__ import annotations
@@ -32,7 +28,7 @@ BEAT_SECONDS: Final = 0.5
 LAG_SECONDS_MAX: Final = 1.0
 """An engine's lookup waits half a second by default: a loop this late answers none in time."""
 EXTEND_SECONDS: Final = 30.0
-EXTEND_EVERY_SECONDS: Final = 5.0
+"""How much longer a start or a stop may take, counted from each beat."""
 
 PROBLEMS: Final = (
     "starting", "draining", "loop", "runtime_directory", "socket", "copies", "pool", "ranks",
@@ -69,7 +65,6 @@ class Watchdog:
         if notifier.watchdog_seconds is not None:
             self._seconds = min(BEAT_SECONDS, notifier.watchdog_seconds / 3)
         self._due = self._loop.time()
-        self._extended = float("-inf")
         self._status = ""
         """The last status sent to systemd."""
         self._logged: set[str] = set()
@@ -97,7 +92,7 @@ class Watchdog:
         self._phase = "draining"
         self._repair = None
         self._notifier.stopping("draining")
-        self._extend()
+        self._notifier.extend(EXTEND_SECONDS)
 
     def each_beat(self, call: Callable[[], None]) -> None:
         """Call this with each beat, in every phase."""
@@ -145,7 +140,7 @@ class Watchdog:
                 call()
             if self._repair is not None:
                 self._repair()
-            self._report(now)
+            self._report()
         except BaseException as error:
             # The loop would only log it, and no beat would follow.
             if self.broke is None:
@@ -155,12 +150,11 @@ class Watchdog:
         self._due = self._loop.time() + self._seconds
         self._timer = self._loop.call_at(self._due, self._beat)
 
-    def _report(self, now: float) -> None:
+    def _report(self) -> None:
         problems = self.problems()
         if self._phase != "serving":
             self._notifier.alive()
-            if now - self._extended >= EXTEND_EVERY_SECONDS:
-                self._extend()
+            self._notifier.extend(EXTEND_SECONDS)
             return
         serious = any(problem.serious for problem in problems)
         if not serious:
@@ -174,10 +168,6 @@ class Watchdog:
             self._logged = codes
             level = logging.ERROR if serious else logging.INFO
             _logger.log(level, "not ready" if serious else "ready", extra=fields(why=summary))
-
-    def _extend(self) -> None:
-        self._extended = self._loop.time()
-        self._notifier.extend(EXTEND_SECONDS)
 
 
 def _summary(problems: list[Problem]) -> str:

@@ -13,7 +13,6 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +31,7 @@ from tiers.cuda.pinned_memory import PinnedMemory
 from tiers.store.client import run_to_end
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Sequence
     from concurrent.futures import Future
 
     import numpy as np
@@ -131,26 +130,19 @@ class Gpus:
     def close(self) -> None:
         """Release everything. Every region is closed, and no copy runs."""
         self._unmapping.shutdown()
+        # The pins in the context of a working device, if there is one.
         devices = sorted(self._devices.values(), key=lambda device: device.lost is not None)
-        with _logged():
-            if self._pins is not None:
-                # In the context of a working device, if there is one.
-                devices[0].bind()
-                self._pins.close()
-        for device in devices:
-            with _logged():
-                device.close()
+        closing = [device.close for device in devices]
+        if self._pins is not None:
+            closing = [devices[0].bind, self._pins.close, *closing]
+        for close in closing:
+            try:
+                close()
+            except CudaFailed as error:
+                _logger.warning("a GPU was not released cleanly", extra=fields(error=error))
         self._pins = None
         self._devices.clear()
         self._pool = None
-
-
-@contextlib.contextmanager
-def _logged() -> Generator[None]:
-    try:
-        yield
-    except CudaFailed as error:
-        _logger.warning("a GPU was not released cleanly", extra=fields(error=error))
 
 
 class GpuMapping:

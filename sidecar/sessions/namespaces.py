@@ -3,16 +3,14 @@
 A realm is a namespace (model, dtype, encoding), a topology (how the model is split over ranks) and
 a chunk geometry. Clients of one realm share one index. Clients of two realms never see each other's
 chunks in host memory; those of one namespace read each other's from the store. Owns each realm's
-`IndexWriter`, its salt, and what every rank holds (`RankLayout`, registered by the rank's first
-worker). Does not own chunks or slots: the engine and the pool do.
+`IndexWriter`, its salt, and what every rank holds. Does not own chunks or slots.
 
 Invariants:
 
-* An engine with several KV cache groups has one realm for each, with chunks, templates and objects
-  of its own. They share the index of the first one, their home, so that a scheduler reads one
-  mapping. A key belongs to one group, so entries of two groups never collide.
+* An engine with several KV cache groups has one realm for each. They share the index of the first
+  one, their home, so that a scheduler reads one mapping. A key belongs to one group.
 * A realm outlives its clients, and so do its chunks. There are at most `realms_max`;
-  `service/realm_eviction.py` decides which one makes room for another. An id is never reused.
+  `service/realm_eviction.py` makes room for another. An id is never reused.
 * A rank's geometry never changes within a realm. A worker that disagrees is refused.
 * Ranks that hold copies of one segment count as one rank. Engines with other numbers of copies
   share the realm if their topology has the same name.
@@ -97,6 +95,8 @@ class RealmLayout:
     realm_id: int
     namespace: bytes
     namespace_digest: bytes
+    owner: str
+    """The owner of its chunks in KV events."""
     topology: str
     world_size: int
     """Segments of a chunk: ranks, with copies of one segment counted once."""
@@ -118,11 +118,6 @@ class RealmLayout:
     """A counter's value when a client of this realm last attached or left."""
     forgotten: bool = False
     """Whether it was removed. Tasks that hold it across a wait must look here."""
-    owner: str = field(init=False)
-    """The owner of its chunks in KV events."""
-
-    def __post_init__(self) -> None:
-        self.owner = tiers_owner(self.namespace_digest, self.topology)
 
     @property
     def indexed_in(self) -> RealmLayout:
@@ -266,12 +261,14 @@ class Realms:
         """A new realm; `service/realm_eviction.py` has checked its namespace and made room."""
         assert len(self._by_id) < self.realms_max
         self._last_id += 1
+        digest = hashlib.sha256(attach.namespace).digest()
         salted = "|".join(map(str, _geometry(attach)))
         salt = hashlib.sha256(salted.encode()).digest()[:_SALT_BYTES]
         return RealmLayout(
             realm_id=self._last_id,
             namespace=attach.namespace,
-            namespace_digest=hashlib.sha256(attach.namespace).digest(),
+            namespace_digest=digest,
+            owner=tiers_owner(digest, attach.topology),
             topology=attach.topology,
             world_size=attach.num_segments,
             block_tokens=attach.block_tokens,
@@ -285,9 +282,7 @@ class Realms:
 
     def close(self) -> None:
         """Close every index. Readers keep their mapping."""
-        for realm in self._by_id.values():
-            if realm.home is None:
-                realm.index.close()
+        self.forget(self.all())
 
 
 def _geometry(attach: Attach) -> tuple[str, int, int, int]:

@@ -22,6 +22,7 @@ import enum
 import socket
 import time
 from collections import deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from sidecar.transport import zmtp
@@ -52,21 +53,21 @@ class Sent(enum.Enum):
     """The peer does not read: `queued_max` messages are queued for it."""
 
 
+@dataclass(slots=True, eq=False)
 class ZmtpPeer:
     """One connection."""
 
-    def __init__(self, sock: socket.socket, uid: int) -> None:
-        self.sock = sock
-        self.uid = uid
-        self.identity = b""
-        self.greeted = False
-        self.inbox = bytearray()
-        self.outbox: deque[memoryview] = deque()
-        self.num_parts = 0
-        """Parts received of an incomplete message."""
-        self.parts: list[bytes] = []
-        """The parts of it that are kept."""
-        self.closed = False
+    sock: socket.socket
+    uid: int
+    identity: bytes = b""
+    greeted: bool = False
+    inbox: bytearray = field(default_factory=bytearray)
+    outbox: deque[memoryview] = field(default_factory=deque[memoryview])
+    num_parts: int = 0
+    """Parts received of an incomplete message."""
+    parts: list[bytes] = field(default_factory=list[bytes])
+    """The parts of it that are kept."""
+    closed: bool = False
 
 
 class ZmtpServer(abc.ABC):
