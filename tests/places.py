@@ -42,7 +42,10 @@ class Source:
     path: Path
     defined: frozenset[str]
     imported: dict[str, tuple[str, str]]
-    """The module and the name in it, by the name here, for each `from module import name`."""
+    """The module and the name in it, by the name here, for each `from module import name`.
+
+    For `from module import *` the name in it is `*`, and the name here is `*module`.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +149,7 @@ def _readers(place: Place) -> list[tuple[Any, str]]:
         (sys.modules[module], here)
         for module, source in sources.items()
         if module in sys.modules
-        for here in source.imported
+        for here in (source.imported.keys() | {place.name}) - source.defined
         if here in vars(sys.modules[module])
         and _origin(sources, module, here) == (place.module_name, place.name)
     ]
@@ -157,8 +160,11 @@ def _origin(sources: dict[str, Source], module: str, name: str) -> tuple[str, st
     source = sources.get(module)
     if source is None or name in source.defined:
         return None if source is None else (module, name)
-    imported = source.imported.get(name)
-    return None if imported is None else _origin(sources, *imported)
+    if (imported := source.imported.get(name)) is not None:
+        return _origin(sources, *imported)
+    whole = [other for other, what in source.imported.values() if what == "*"]
+    origins = (_origin(sources, other, name) for other in whole)
+    return next((origin for origin in origins if origin is not None), None)
 
 
 def _sources_of(package: str | None, word: str) -> dict[str, Source]:
@@ -182,7 +188,7 @@ def _sources(word: str) -> dict[str, Source]:
     return {
         _module_name(path.relative_to(ROOT)): _source(path, text)
         for path, text in texts
-        if word in text
+        if word in text or "import *" in text
     }
 
 
@@ -238,5 +244,7 @@ def _defined(body: list[ast.stmt]) -> Iterator[str]:
 def _imported(body: list[ast.stmt]) -> Iterator[tuple[str, tuple[str, str]]]:
     for statement in _statements(body):
         if isinstance(statement, ast.ImportFrom):
+            module = statement.module or ""
             for alias in statement.names:
-                yield alias.asname or alias.name, (statement.module or "", alias.name)
+                here = alias.asname or alias.name
+                yield f"*{module}" if here == "*" else here, (module, alias.name)

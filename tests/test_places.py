@@ -27,6 +27,8 @@ FILES = {
     ),
     "upper/double.py": "def start(): ...\n",
     "upper/waiting.py": "from lower.limits import JOBS_MAX\n",
+    "upper/late.py": "from lower.whole import JOBS_MAX\n",
+    "lower/whole.py": "from lower.limits import *\n",
     "lower/__init__.py": "",
     "lower/limits.py": "JOBS_MAX = 8\nOTHERS_MAX: int = 8\n",
     "lower/first.py": (
@@ -128,6 +130,13 @@ def test_a_patch_is_seen_by_each_loaded_module_that_imported_the_name() -> None:
         assert limits.OTHERS_MAX == 8
     assert (limits.JOBS_MAX, inner.JOBS_MAX, reader.JOBS_MAX, reader.LIMIT) == (8, 8, 8, 8)
     assert "upper.waiting" not in sys.modules
+
+
+def test_a_patch_is_seen_through_the_import_of_a_whole_module() -> None:
+    limits, whole, late = map(imported, ("lower.limits", "lower.whole", "upper.late"))
+    with places.patched("JOBS_MAX", 1):
+        assert (limits.JOBS_MAX, whole.JOBS_MAX, late.JOBS_MAX) == (1, 1, 1)
+    assert (limits.JOBS_MAX, whole.JOBS_MAX, late.JOBS_MAX) == (8, 8, 8)
 
 
 def test_a_patch_of_a_method_is_one_of_the_class() -> None:
