@@ -63,16 +63,15 @@ def _threads_left() -> int:
 def _end(code: int) -> None:
     time.sleep(LEAVE_SECONDS_MAX)
     # Without threads, Python is in its last steps, which may take longer.
-    if not (left := _threads_left()):
-        return
-    try:
-        _logger.warning(
-            "ended without %d threads whose calls do not come back: is this a mount whose server "
-            "is gone?",
-            left,
-        )
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:
-        os._exit(code)
+    if left := _threads_left():
+        try:
+            _logger.warning(
+                "ended without %d threads whose calls do not come back: is this a mount whose "
+                "server is gone?",
+                left,
+            )
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)

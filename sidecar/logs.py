@@ -16,7 +16,6 @@ import json
 import logging
 import sys
 import traceback
-from dataclasses import dataclass
 from typing import Final, Literal
 
 from sidecar.redaction import redacted
@@ -67,48 +66,42 @@ def _plain(value: object) -> object:
     return text
 
 
-def _of(record: logging.LogRecord) -> dict[str, object]:
-    values = getattr(record, "kvlake_fields", None)
-    return {str(name): _plain(value) for name, value in values.items()} if values else {}
-
-
-def _time(record: logging.LogRecord) -> str:
+def _own(record: logging.LogRecord) -> dict[str, object]:
     moment = dt.datetime.fromtimestamp(record.created, dt.UTC)
-    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return {
+        "time": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+        "level": record.levelname.lower(),
+        "logger": record.name,
+        "event": redacted(record.getMessage()),
+    }
+
+
+def _fields_of(record: logging.LogRecord) -> dict[str, object]:
+    """The fields; a traceback is the last."""
+    given: dict[str, object] = getattr(record, "kvlake_fields", None) or {}
+    values = {str(name): _plain(value) for name, value in given.items()}
+    if record.exc_info:
+        values["traceback"] = redacted(logging.Formatter().formatException(record.exc_info))
+    return values
 
 
 class TextFormatter(logging.Formatter):
     """`2026-01-31T12:00:00.123Z INFO kvlake.server: attached session=1 rank=0`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line; a traceback is folded into it as the field `traceback`."""
-        values = _of(record)
-        if record.exc_info:
-            values["traceback"] = redacted(self.formatException(record.exc_info))
-        shown = "".join(f" {name}={_quoted(value)}" for name, value in values.items())
-        head = f"{_time(record)} {record.levelname} {record.name}"
-        return f"{head}: {_one_line(redacted(record.getMessage()))}{shown}"
+        """One line."""
+        own = _own(record)
+        shown = "".join(f" {name}={_quoted(value)}" for name, value in _fields_of(record).items())
+        event = str(own["event"]).replace("\n", "\\n").replace("\r", "\\r")
+        return f"{own['time']} {record.levelname} {record.name}: {event}{shown}"
 
 
 class JsonFormatter(logging.Formatter):
     """The same record as one JSON object."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line of JSON: time, level, logger, event, then the fields."""
-        values = _of(record)
-        if record.exc_info:
-            values["traceback"] = redacted(self.formatException(record.exc_info))
-        own = {
-            "time": _time(record),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "event": redacted(record.getMessage()),
-        }
-        return json.dumps(values | own, ensure_ascii=False)
-
-
-def _one_line(text: str) -> str:
-    return text.replace("\n", "\\n").replace("\r", "\\r")
+        """One line of JSON: the fields, then time, level, logger and event."""
+        return json.dumps(_fields_of(record) | _own(record), ensure_ascii=False)
 
 
 def _quoted(value: object) -> str:
@@ -125,34 +118,25 @@ class RateLimit(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._minutes: dict[tuple[str, int, str], _Minute] = {}
+        self._minutes: dict[tuple[str, int, str], tuple[float, int]] = {}
+        """By message: when its minute began, in seconds since 1970, and its lines since then."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the record is logged. Adds the number of omitted ones as `left_out`."""
         if record.levelno <= logging.DEBUG:
             return True
         message = (record.name, record.levelno, str(record.msg))
-        minute = self._minutes.get(message)
-        if minute is None or record.created - minute.began >= LINES_SECONDS:
-            if minute is not None and minute.left_out:
+        began, lines = self._minutes.get(message, (0.0, 0))
+        if record.created - began >= LINES_SECONDS:
+            if lines > LINES_MAX:
                 values = getattr(record, "kvlake_fields", {})
-                record.__dict__.update(fields(**values, left_out=minute.left_out))
+                record.__dict__.update(fields(**values, left_out=lines - LINES_MAX))
             if len(self._minutes) >= MESSAGES_MAX:
                 # Messages of libraries may contain any text.
                 self._minutes.clear()
-            minute = self._minutes[message] = _Minute(record.created)
-        minute.lines += 1
-        minute.left_out = max(0, minute.lines - LINES_MAX)
-        return minute.left_out == 0
-
-
-@dataclass(slots=True)
-class _Minute:
-    """Lines of a message since `began`, in seconds since 1970."""
-
-    began: float
-    lines: int = 0
-    left_out: int = 0
+            began, lines = record.created, 0
+        self._minutes[message] = (began, lines + 1)
+        return lines < LINES_MAX
 
 
 def configure(level: str, style: Literal["text", "json"]) -> None:
