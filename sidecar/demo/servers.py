@@ -70,30 +70,27 @@ def seaweed_command(
     config.write_text(json.dumps({"identities": [identity]}))
     # All ports are given: the defaults are fixed, so two servers would collide, and a gRPC port
     # that is not given is the HTTP port plus 10,000, which can be out of range.
-    names = ["s3.port.grpc"]
-    for part in ("master", "volume", "filer", "admin"):
-        names += [f"{part}.port", f"{part}.port.grpc"]
-    ports = [f"-{name}={free}" for name, free in zip(names, free_ports(len(names)), strict=True)]
-    return [
-        program,
-        "mini",
-        f"-ip={HOST}",
-        f"-ip.bind={HOST}",
-        f"-dir={folder / 'data'}",
-        f"-s3.config={config}",
-        f"-s3.port={port}",
-        f"-bucket={bucket}",
-        "-s3.autoCreateBucket=false",
+    parts = [f"{part}.port" for part in ("master", "volume", "filer", "admin")]
+    names = ["s3.port.grpc", *parts, *(f"{name}.grpc" for name in parts)]
+    options = {
+        "ip": HOST,
+        "ip.bind": HOST,
+        "dir": folder / "data",
+        "s3.config": config,
+        "s3.port": port,
+        "bucket": bucket,
+        "s3.autoCreateBucket": "false",
         # Its default is a file in /tmp that is not removed.
-        f"-s3.localSocket={folder / 's3.sock'}",
-        "-master.telemetry=false",
-        "-webdav=false",
-        "-admin.ui=false",
-        "-s3.port.iceberg=0",
-        "-s3.port.lance=0",
-        "-master.volumeSizeLimitMB=64",
-        *ports,
-    ]
+        "s3.localSocket": folder / "s3.sock",
+        "master.telemetry": "false",
+        "webdav": "false",
+        "admin.ui": "false",
+        "s3.port.iceberg": 0,
+        "s3.port.lance": 0,
+        "master.volumeSizeLimitMB": 64,
+        **dict(zip(names, free_ports(len(names)), strict=True)),
+    }
+    return [program, "mini", *(f"-{name}={value}" for name, value in options.items())]
 
 
 @contextlib.contextmanager

@@ -50,10 +50,8 @@ def launch_sidecar(
 class DemoSidecar:
     """`kvlake serve`; a context manager that starts and drains it.
 
-    Args:
-        folder: for its configuration, sockets and log. A sidecar in the folder of an earlier one
-            has the same sockets, so that engines attach to it.
-        config: sections of the configuration; sockets and an unused HTTP port are filled in.
+    `folder` has its configuration, sockets and log. A sidecar in the folder of an earlier one has
+    the same sockets, so that engines attach to it. `config` are sections of the configuration.
     """
 
     program: Sequence[str] = ("-m", "sidecar.cli")
