@@ -1,7 +1,8 @@
-"""Masking secrets in all output of this process.
+"""Masking secrets in all output of this process, in URLs and in options of clients.
 
-Owns the list of this process' secrets. Does not own where secrets come from (`config/model.py`),
-nor the outputs that are masked (`logs.py`, `observe/http.py`).
+Owns the list of this process' secrets, and which parts of a URL or of options are secret: those
+whose name looks like one. Does not own where secrets come from (`config/model.py`), nor the outputs
+that are masked (`logs.py`, `observe/http.py`).
 
 The first line of defence is that messages contain no secrets. But the error of a library may repeat
 the URL or the options that it was given.
@@ -12,8 +13,9 @@ Invariant: a concealed secret stays concealed until the process ends.
 from __future__ import annotations
 
 import json
+import re
 import urllib.parse
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -21,6 +23,12 @@ if TYPE_CHECKING:
 MASK: Final = "***"
 SECRET_CHARACTERS_MIN: Final = 6
 """Shorter ones are not masked: they occur in ordinary words."""
+_SECRET_NAME: Final = re.compile(
+    r"secret|token|passw|credential|private|signature|sas|auth|connection_string|(^|_|-)keys?($|_|-)",
+    re.IGNORECASE,
+)
+_USERINFO: Final = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?P<user>[^/\s]*)@")
+_QUERY: Final = re.compile(r"\?.*$", re.DOTALL)
 
 
 class Redactor:
@@ -49,11 +57,47 @@ class Redactor:
     def redacted(self, text: str) -> str:
         """The text with every known secret masked."""
         for secret in self._known:
-            if secret in text:
-                text = text.replace(secret, MASK)
+            text = text.replace(secret, MASK)
         return text
 
 
 _process: Final = Redactor()
 conceal: Final = _process.conceal
 redacted: Final = _process.redacted
+
+
+def mask_url(url: str) -> str:
+    """A URL without its user, password and query, which may be a SAS signature."""
+    if "://" not in url:
+        return url
+
+    def replace(match: re.Match[str]) -> str:
+        # abfs://container@account is Azure's way to write a place, not a user.
+        plain = match["scheme"].startswith(("abfs", "wasb")) and ":" not in match["user"]
+        return match[0] if plain else f"{match['scheme']}{MASK}@"
+
+    return _QUERY.sub(f"?{MASK}", _USERINFO.sub(replace, url))
+
+
+def masked(value: object, found: set[str] | None = None, name: str = "") -> object:
+    """A copy of plain values with every secret replaced, at any depth, and added to `found`."""
+    found = set() if found is None else found
+    if isinstance(value, dict):
+        # Below a secret name everything is secret: `auth: {inner: ...}`.
+        return {
+            key: masked(item, found, name if _SECRET_NAME.search(name) else key)
+            for key, item in cast("dict[str, object]", value).items()
+        }
+    if isinstance(value, list):
+        return [masked(item, found, name) for item in cast("list[object]", value)]
+    if isinstance(value, bool) or value is None:
+        return value
+    if _SECRET_NAME.search(name):
+        found.add(str(value))
+        return MASK
+    if not isinstance(value, str) or (shown := mask_url(value)) == value:
+        return value
+    users = {part for match in _USERINFO.finditer(value) for part in match["user"].split(":", 1)}
+    query = value.partition("?")[2].split("&")
+    found |= (users | {part.partition("=")[2] for part in query}) - {""}
+    return shown

@@ -36,7 +36,7 @@ from benchmarks.micro.catalog_world import (
     rss_bytes,
 )
 from sidecar.cli.du import usage_of
-from sidecar.cli.ls import ListingFilter, chunk_documents, chunk_line, list_chunks
+from sidecar.cli.ls import chunk_documents, chunk_line, list_chunks
 from sidecar.cli.store import TenantNames
 from sidecar.config.model import Config
 from tiers.catalog.compaction import compact
@@ -187,13 +187,12 @@ async def ls(directory: Path, chunks: int) -> Report:
     """What `kvlake ls --limit` does that lists all chunks, as a table to nowhere."""
     world = World(str(directory / "store"), chunks)
     names = TenantNames(Config())
-    wanted = ListingFilter(namespace="", limit=chunks)
 
     def write(rows: Rows) -> None:
         for document in chunk_documents(rows, names):
             chunk_line(document)
 
-    took = await _timed(lambda: list_chunks(world.tier, world.prefix, wanted, names, write))
+    took = await _timed(lambda: list_chunks(world.tier, world.prefix, write, chunks_max=chunks))
     return {
         "ls_seconds": round(took.wall, 1),
         "ls_cpu_us_per_row": round(took.cpu / chunks * 1e6, 2),

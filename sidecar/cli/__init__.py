@@ -47,7 +47,7 @@ def _run(words: list[str]) -> int:
         top.error(f"unrecognized arguments: {' '.join(unknown)}")
     options.command = words[len(own) + 1 :]
     try:
-        return int(importlib.import_module(options.module).main(options))
+        return importlib.import_module(options.module).main(options) or Exit.OK
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package in ("sidecar", "connector", "tiers"):

@@ -18,13 +18,12 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final, cast
 
-from sidecar.cli.console import CommandError, Document, NoAnswer, load_config
+from sidecar.cli.console import CommandError, Document, NoAnswer, Options, load_config
 from sidecar.config.secret_files import SecretFileError, read_secret
 from sidecar.exits import Exit
 from sidecar.sessions.model_names import printable
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Generator
 
     from sidecar.config.model import Config
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
 DOCUMENT_BYTES_MAX: Final = 16 << 20
 MESSAGE_BYTES_MAX: Final = 4096
 _WILDCARDS: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 (compared, not bound)
+_STRANGER: Final = "is that a kvlake sidecar?"
 
 
 class QueryRejected(NoAnswer):
@@ -66,12 +66,10 @@ class SidecarClient:
 
     def get(self, path: str = "/status") -> Document:
         """The document of a path. Raises `NoAnswer`."""
-        if not self.url.startswith(("http://", "https://")):
-            raise NoAnswer(f"{self.url!r} is no address; write http://HOST:PORT")
         url = f"{self.url.rstrip('/').removesuffix('/status')}{path}"
         target = url.partition("?")[0]
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        request = urllib.request.Request(url)  # noqa: S310 (the scheme was checked above)
+        request = urllib.request.Request(url)  # noqa: S310 (`--url` and `url_of` give http alone)
         if self.token:
             request.add_unredirected_header("Authorization", f"Bearer {self.token}")
         try:
@@ -82,27 +80,26 @@ class SidecarClient:
                 raise self._refusal(target, path, error) from error
         except OSError as error:
             reason = error.reason if isinstance(error, urllib.error.URLError) else error
-            raise _unreachable(target, reason) from error
+            kind = SidecarNotReady if isinstance(reason, TimeoutError) else NoAnswer
+            raise kind(
+                f"no answer from {target}: {reason}. Does the sidecar run, and are http.host and "
+                "http.port those of its configuration? (--config or --url)"
+            ) from error
         except http.client.HTTPException as error:
             said = printable(str(error), MESSAGE_BYTES_MAX)
-            raise NoAnswer(
-                f"{target} does not answer by HTTP ({said}); is that a kvlake sidecar?"
-            ) from error
+            raise NoAnswer(f"{target} does not answer by HTTP ({said}); {_STRANGER}") from error
         except ValueError as error:
-            raise _unreachable(
-                target, "the answer is not JSON; is that a kvlake sidecar?"
-            ) from error
+            raise NoAnswer(f"no answer from {target}: it is not JSON; {_STRANGER}") from error
         if not isinstance(document, dict):
-            raise NoAnswer(f"{target} answered something else; is that a kvlake sidecar?")
+            raise NoAnswer(f"{target} answered something else; {_STRANGER}")
         return cast("Document", document)
 
     def _refusal(self, target: str, path: str, error: urllib.error.HTTPError) -> NoAnswer:
         code = error.code
         said = error.read(MESSAGE_BYTES_MAX) if code == HTTPStatus.BAD_REQUEST else b""
         if said:
-            return QueryRejected(
-                printable(said.decode(errors="replace").strip(), MESSAGE_BYTES_MAX)
-            )
+            text = said.decode(errors="replace").strip()
+            return QueryRejected(printable(text, MESSAGE_BYTES_MAX))
         if code == HTTPStatus.UNAUTHORIZED:
             why = "takes another one" if self.token else "none was given"
             return NoAnswer(
@@ -116,18 +113,10 @@ class SidecarClient:
                 f"{target} answered 404: that is no kvlake sidecar, or one of an earlier release "
                 "without this path; restart it with the release that is installed"
             )
-        return NoAnswer(f"{target} answered {code}; is that a kvlake sidecar?")
+        return NoAnswer(f"{target} answered {code}; {_STRANGER}")
 
 
-def _unreachable(target: str, reason: object) -> NoAnswer:
-    kind = SidecarNotReady if isinstance(reason, TimeoutError) else NoAnswer
-    return kind(
-        f"no answer from {target}: {reason}. Does the sidecar run, and are http.host and "
-        "http.port those of its configuration? (--config or --url)"
-    )
-
-
-def client_of(options: argparse.Namespace) -> SidecarClient:
+def client_of(options: Options) -> SidecarClient:
     """The running sidecar that these options name. Raises `CommandError`."""
     try:
         config = None if options.url else load_config(options.config)
@@ -140,13 +129,13 @@ def client_of(options: argparse.Namespace) -> SidecarClient:
     return SidecarClient(url, options.timeout, token)
 
 
-def asks_host(options: argparse.Namespace, config: Config) -> bool:
+def asks_host(options: Options, config: Config) -> bool:
     """Whether `du` or `ls` is about host memory rather than the object store."""
     return bool(options.host or options.url or config.store is None)
 
 
 @contextlib.contextmanager
-def host_memory(options: argparse.Namespace) -> Generator[SidecarClient]:
+def host_memory(options: Options) -> Generator[SidecarClient]:
     """The sidecar to ask for host memory. Errors say why it is asked."""
     try:
         yield client_of(options)
@@ -158,9 +147,14 @@ def host_memory(options: argparse.Namespace) -> Generator[SidecarClient]:
         ) from error
 
 
+def host_heading(url: str) -> str:
+    """The first line of what `du` and `ls` say about host memory."""
+    return f"host memory of the sidecar at {url}"
+
+
 def get_list(client: SidecarClient, path: str, name: str, **query: str) -> Document:
     """The document of a path, which must have a list of this name. Raises `NoAnswer`."""
     document = client.get(f"{path}?{urllib.parse.urlencode(query)}")
     if not isinstance(document.get(name), list):
-        raise NoAnswer(f"{client.url} answered something else; is that a kvlake sidecar?")
+        raise NoAnswer(f"{client.url} answered something else; {_STRANGER}")
     return document

@@ -1,24 +1,25 @@
-"""What all commands share: output, errors that end a command, the configuration, tables.
-
-Does not own the exit codes (`sidecar/exits.py`).
-"""
+"""What all commands share: output, errors that end a command, the configuration, tables."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sidecar.exits import Exit
 from tiers.sizes import approximate_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from sidecar.config.model import Config
 
+_T = TypeVar("_T")
 Document = dict[str, Any]
+Options = argparse.Namespace
+"""The command line's options, by the names in `parser.py`."""
 
 
 class CommandError(Exception):
@@ -34,7 +35,7 @@ class NotStarted(CommandError):
 
 
 class NoAnswer(CommandError):
-    """The sidecar gave no usable answer; the message says what to check."""
+    """The answer is no, or there is none; the message says what to check."""
 
     code = Exit.NO
 
@@ -44,9 +45,9 @@ def say(text: str) -> None:
     sys.stdout.write(text if text.endswith("\n") else f"{text}\n")
 
 
-def say_json(document: object) -> None:
-    """Write a document as JSON to standard output."""
-    say(json.dumps(document, indent=2))
+def show(document: _T, text: Callable[[_T], str], *, as_json: bool) -> None:
+    """Write a document to standard output, as JSON or as text."""
+    say(json.dumps(document, indent=2) if as_json else text(document))
 
 
 def complain(text: str) -> None:
@@ -63,9 +64,7 @@ def load_config(path: Path | None) -> Config:
     try:
         config = load(path)
     except ConfigError as error:
-        raise CommandError(
-            "\n".join(("the configuration cannot be used:", *error.problems))
-        ) from error
+        raise CommandError(f"the configuration cannot be used:\n{error}") from error
     conceal(config.secrets())
     return config
 
@@ -95,12 +94,17 @@ def _cell(name: str, value: object) -> object:
     return approximate_size(float(str(value))) if "bytes" in name else value
 
 
+def duration(seconds: float) -> str:
+    """A duration for people to read, in its two largest units: "3d4h", "12s"."""
+    whole = int(seconds)
+    days, hours, minutes = whole // 86_400, whole // 3600 % 24, whole // 60 % 60
+    if days:
+        return f"{days}d{hours}h"
+    if hours:
+        return f"{hours}h{minutes}m"
+    return f"{minutes}m{whole % 60}s" if minutes else f"{whole}s"
+
+
 def age(seconds: float, now_seconds: float) -> str:
-    """How long ago a time was, such as "3d"; "-" for none."""
-    if not seconds:
-        return "-"
-    old = int(max(0.0, now_seconds - seconds))
-    for name, factor in (("d", 86_400), ("h", 3600), ("m", 60)):
-        if old >= factor:
-            return f"{old // factor}{name}"
-    return f"{old}s"
+    """How long ago a time was; "-" for none."""
+    return duration(max(0.0, now_seconds - seconds)) if seconds else "-"

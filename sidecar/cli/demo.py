@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import signal
-from typing import TYPE_CHECKING
 
-from sidecar.cli.console import CommandError, say
+from sidecar.cli.console import CommandError, Options, say
 from sidecar.demo import scenes
 from sidecar.demo.model import write_model
-from sidecar.exits import Exit
-
-if TYPE_CHECKING:
-    import argparse
 
 
-def main(options: argparse.Namespace) -> int:
+def main(options: Options) -> int:
     """Run the demo, or only write its model."""
     if options.model_only is not None:
         try:
@@ -25,7 +20,7 @@ def main(options: argparse.Namespace) -> int:
                 "or can be created"
             ) from error
         say(f"kvlake run -- vllm serve {path} --dtype bfloat16 --block-size 32")
-        return Exit.OK
+        return 0
 
     def end(number: int, _frame: object) -> None:
         raise SystemExit(128 + number)

@@ -8,12 +8,12 @@ would find. Nothing is written. A running sidecar answers for host memory
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import anyio.to_thread
 
-from sidecar.cli.client import asks_host, get_list, host_memory
-from sidecar.cli.console import Document, age, load_config, say, say_json, table
+from sidecar.cli.client import asks_host, get_list, host_heading, host_memory
+from sidecar.cli.console import Document, Options, age, document_table, load_config, show
 from sidecar.cli.store import (
     TENANTS_SHOWN_MAX,
     TenantNames,
@@ -23,7 +23,6 @@ from sidecar.cli.store import (
     namespace_of,
     run,
 )
-from sidecar.exits import Exit
 from tiers.catalog.manifest import Counts
 from tiers.catalog.names import catalog_folder
 from tiers.catalog.reader import Files
@@ -32,28 +31,35 @@ from tiers.catalog.usage import UsageTable
 from tiers.sizes import approximate_size
 
 if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable
-
     from sidecar.config.model import Config
     from tiers.catalog.usage import Usage
     from tiers.store.object_tier import ObjectTier
 
+_COLUMNS: Final = {
+    "NAMESPACE": "namespace",
+    "MODEL": "model",
+    "TENANT": "tenant",
+    "CHUNKS": "chunks",
+}
+_HOST_COLUMNS: Final = {**_COLUMNS, "PARTS": "parts", "SIZE": "size_bytes"}
+_STORE_COLUMNS: Final = {
+    **_COLUMNS,
+    "OBJECTS": "objects",
+    "SIZE": "size_bytes",
+    "WITHDRAWN": "withdrawn",
+    "OLDEST": "oldest",
+}
 
-def main(options: argparse.Namespace) -> int:
+
+def main(options: Options) -> None:
     """Show usage as a table or as JSON."""
     config = load_config(options.config)
     if asks_host(options, config):
         with host_memory(options) as client:
             found = get_list(client, "/host", "namespaces", namespace=options.namespace or "")
-        document, text = {"host": client.url, **found}, _host_text
+        show({"host": client.url, **found}, _host_text, as_json=options.json)
     else:
-        document, text = _store_usage(config, options.namespace), _store_text
-    if options.json:
-        say_json(document)
-    else:
-        say(text(document))
-    return Exit.OK
+        show(_store_usage(config, options.namespace), _store_text, as_json=options.json)
 
 
 def _store_usage(config: Config, namespace: str | None) -> Document:
@@ -102,42 +108,28 @@ def _held(held: Usage) -> Document:
 
 
 def _store_text(document: Document) -> str:
-    head = ("NAMESPACE", "MODEL", "TENANT", "CHUNKS", "OBJECTS", "SIZE", "WITHDRAWN", "OLDEST")
-    now = time.time()
-
-    def cells(held: Document) -> tuple[object, ...]:
-        size, oldest = approximate_size(held["size_bytes"]), age(held["oldest_seconds"], now)
-        return held["chunks"], held["objects"], size, held.get("withdrawn", ""), oldest
-
-    rows = _rows(document, cells, columns=len(head))
-    return table([head, *rows]) if rows else f"{document['url']} holds no chunks"
+    now, rows = time.time(), _rows(document)
+    for row in rows:
+        row["oldest"] = age(row.get("oldest_seconds", 0), now)
+    return document_table(rows, _STORE_COLUMNS) if rows else f"{document['url']} holds no chunks"
 
 
 def _host_text(document: Document) -> str:
-    head = ("NAMESPACE", "MODEL", "TENANT", "CHUNKS", "PARTS", "SIZE")
-
-    def cells(held: Document) -> tuple[object, ...]:
-        return held["chunks"], held["parts"], approximate_size(held["size_bytes"])
-
-    rows = _rows(document, cells, columns=len(head))
-    lines = [
-        f"host memory of the sidecar at {document['host']}",
-        table([head, *rows]) if rows else "no engine has attached yet",
-    ]
+    rows = _rows(document)
+    usage = document_table(rows, _HOST_COLUMNS) if rows else "no engine has attached yet"
+    lines = [host_heading(document["host"]), usage]
     if unclaimed := document["unclaimed_bytes"]:
         lines.append(f"{approximate_size(unclaimed)} of an earlier run wait for their engine")
     return "\n".join(lines)
 
 
-def _rows(
-    document: Document, cells: Callable[[Document], tuple[object, ...]], *, columns: int
-) -> list[tuple[object, ...]]:
+def _rows(document: Document) -> list[Document]:
     """A row for each namespace, followed by one for each of its tenants."""
-    rows: list[tuple[object, ...]] = []
+    rows: list[Document] = []
+    same = {"namespace": "", "model": ""}
     for one in document["namespaces"]:
-        rows.append((one["namespace"], model_text(one), "all", *cells(one)))
-        rows += [("", "", who["tenant"], *cells(who)) for who in one["tenants"]]
+        rows.append({**one, "model": model_text(one), "tenant": "all"})
+        rows += [same | tenant for tenant in one["tenants"]]
         if one["tenants_left_out"]:
-            left_out = f"and {one['tenants_left_out']} that hold less"
-            rows.append(("", "", left_out, *[""] * (columns - 3)))
+            rows.append(same | {"tenant": f"and {one['tenants_left_out']} that hold less"})
     return rows

@@ -17,16 +17,15 @@ from sidecar.catalog.garbage_collector import LEASE_SECONDS, collect, holder_nam
 from sidecar.cli.console import (
     CommandError,
     Document,
+    Options,
     document_table,
     load_config,
     say,
-    say_json,
-    table,
+    show,
 )
 from sidecar.cli.ls import WITHDRAWN_COLUMNS, ListWriter, chunk_documents, chunk_line
 from sidecar.cli.store import TENANTS_SHOWN_MAX, TenantNames, find_namespaces, namespace_of, run
 from sidecar.config.units import format_duration
-from sidecar.exits import Exit
 from tiers.catalog.compaction import compact
 from tiers.catalog.lease import CatalogLease
 from tiers.catalog.manifest import Counts
@@ -37,7 +36,6 @@ from tiers.catalog.usage import CHUNKS, OBJECTS, SIZE, tenant_of
 from tiers.sizes import approximate_size
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Sequence
 
     from sidecar.config.model import Config
@@ -62,31 +60,38 @@ _NAMESPACE_COLUMNS: Final = {
     "KEPT": "objects",
     "SIZE": "size_bytes",
 }
+_WITHDRAWN_COLUMNS: Final = {
+    "NAMESPACE": "namespace",
+    "BOUND": "bound",
+    "TENANT": "tenant",
+    "CHUNKS": "chunks",
+    "OBJECTS": "objects",
+    "BYTES": "size_bytes",
+}
 
 
-def main(options: argparse.Namespace) -> int:
+def main(options: Options) -> None:
     """Collect, or show what would be collected."""
-    config, writer = load_config(options.config), None
+    config = load_config(options.config)
     if options.list and not options.dry_run:
         raise CommandError("--list shows what would be withdrawn: give it together with --dry-run")
     if options.list:
         writer = ListWriter(chunk_line, as_json=options.json)
         writer.open({}, "victims", WITHDRAWN_COLUMNS)
-    if options.dry_run:
         document = try_collection(config, options.namespace, writer)
+        writer.close(document)
+        if not options.json:
+            say(f"\n{_text(document)}")
+        return
+    if options.dry_run:
+        document = try_collection(config, options.namespace)
     else:
         document = run_collection(config, options.namespace, wait=options.wait)
-    if writer is not None:
-        writer.close(document)
-    if not options.json:
-        say("\n" + _text(document) if writer is not None else _text(document))
-    elif writer is None:
-        say_json(document)
-    return Exit.OK
+    show(document, _text, as_json=options.json)
 
 
 def try_collection(
-    config: Config, namespace: str | None = None, writer: ListWriter | None = None
+    config: Config, namespace: str | None, writer: ListWriter | None = None
 ) -> Document:
     """What a collection would do. Chunks that it would withdraw go to `writer`."""
     names = TenantNames(config)
@@ -148,16 +153,12 @@ async def _collect(
     reports, failure = await collect(store, lease, plan, prefixes, Counts())
     if failure is not None:
         raise failure
-    if before:
-        for first, second in zip(before, reports, strict=True):
-            _add(first, second)
+    # There is none before the first round.
+    for first, second in zip(before, reports, strict=bool(before)):
+        for name in _SUMMED:
+            setattr(second, name, getattr(second, name) + getattr(first, name))
+        second.withdrawn_cells.add(first.withdrawn_cells.cells)
     return reports
-
-
-def _add(first: CompactionReport, second: CompactionReport) -> None:
-    for name in _SUMMED:
-        setattr(second, name, getattr(second, name) + getattr(first, name))
-    second.withdrawn_cells.add(first.withdrawn_cells.cells)
 
 
 async def _remove_leftovers(
@@ -211,15 +212,10 @@ def _document(
 
 
 def _namespace(report: CompactionReport, names: TenantNames) -> Document:
-    withdrawn = report.withdrawn_cells.cells
-    largest = np.argsort(-withdrawn.amounts[:, SIZE], kind="stable")[:TENANTS_SHOWN_MAX]
-    columns = zip(
-        withdrawn.spans[largest].tolist(),
-        withdrawn.tenants[largest].tolist(),
-        withdrawn.amounts[largest].tolist(),
-        strict=True,
-    )
-    held = report.usage.total
+    withdrawn, held = report.withdrawn_cells.cells, report.usage.total
+    order = np.argsort(-withdrawn.amounts[:, SIZE], kind="stable")
+    largest = withdrawn.take(order[:TENANTS_SHOWN_MAX])
+    columns = (largest.spans.tolist(), largest.tenants.tolist(), largest.amounts.tolist())
     return {
         "namespace": namespace_of(report.prefix),
         **{name: getattr(report, name) for name in (*_SUMMED, "waiting", "logs_left")},
@@ -231,40 +227,22 @@ def _namespace(report: CompactionReport, names: TenantNames) -> Document:
                 "objects": amounts[OBJECTS],
                 "size_bytes": amounts[SIZE],
             }
-            for reason, word, amounts in columns
+            for reason, word, amounts in zip(*columns, strict=True)
         ],
-        "withdrawn_by_left_out": max(0, len(withdrawn) - TENANTS_SHOWN_MAX),
+        "withdrawn_by_left_out": len(withdrawn) - len(largest),
         "objects": held.objects,
         "size_bytes": held.size_bytes,
     }
 
 
 def _text(document: Document) -> str:
-    namespaces = document["namespaces"]
-    lines = ["the store holds no chunks"]
-    if namespaces:
+    namespaces, left = document["namespaces"], document["leftovers"]
+    if not namespaces:
+        lines = ["the store holds no chunks"]
+    else:
         lines = [document_table(namespaces, _NAMESPACE_COLUMNS)]
-    if any(one["withdrawn_by"] for one in namespaces):
-        lines += ["", _withdrawn_text(namespaces), ""]
-    lines += _leftovers_text(document["leftovers"])
-    if logs_left := sum(one["logs_left"] for one in namespaces):
-        lines.append(
-            f"this does not include {logs_left} files of the catalog, which are more than one "
-            "round merges; kvlake gc without --dry-run merges all of them"
-        )
-    waiting = sum(one["waiting"] for one in namespaces)
-    if document["dry_run"]:
-        lines.append("nothing was changed (--dry-run)")
-    elif waiting:
-        lines.append(
-            f"{waiting} objects are withdrawn and can be deleted {document['grace']} after that, "
-            "by any sidecar or the next kvlake gc (--wait waits for it)"
-        )
-    return "\n".join(lines)
-
-
-def _leftovers_text(left: Document) -> list[str]:
-    lines: list[str] = []
+    if rows := _withdrawn_rows(namespaces):
+        lines += ["", document_table(rows, _WITHDRAWN_COLUMNS), ""]
     if left["quarantined"] or left["quarantine_kept"]:
         gone, kept = (
             f"{left[what]} ({approximate_size(left[f'{what}_bytes'])})"
@@ -273,18 +251,27 @@ def _leftovers_text(left: Document) -> list[str]:
         lines.append(f"damaged objects in quarantine/: {gone} old enough to go, {kept} kept")
     if left["probes"]:
         lines.append(f"probes of sidecars that died: {left['probes']}")
-    return lines
+    if logs_left := sum(one["logs_left"] for one in namespaces):
+        lines.append(
+            f"this does not include {logs_left} files of the catalog, which are more than one "
+            "round merges; kvlake gc without --dry-run merges all of them"
+        )
+    if document["dry_run"]:
+        lines.append("nothing was changed (--dry-run)")
+    elif waiting := sum(one["waiting"] for one in namespaces):
+        lines.append(
+            f"{waiting} objects are withdrawn and can be deleted {document['grace']} after that, "
+            "by any sidecar or the next kvlake gc (--wait waits for it)"
+        )
+    return "\n".join(lines)
 
 
-def _withdrawn_text(namespaces: Sequence[Document]) -> str:
+def _withdrawn_rows(namespaces: Sequence[Document]) -> list[Document]:
     """What was withdrawn, by limit and tenant."""
-    rows: list[Sequence[object]] = [("NAMESPACE", "BOUND", "TENANT", "CHUNKS", "OBJECTS", "BYTES")]
+    rows: list[Document] = []
     for one in namespaces:
-        for index, part in enumerate(one["withdrawn_by"]):
-            name = "" if index else one["namespace"]
-            size = approximate_size(part["size_bytes"])
-            counts = (part["chunks"], part["objects"], size)
-            rows.append((name, part["bound"], part["tenant"], *counts))
-        if one["withdrawn_by_left_out"]:
-            rows.append(("", f"and {one['withdrawn_by_left_out']} lines with less", *[""] * 4))
-    return table(rows)
+        name = {"namespace": one["namespace"]}
+        rows += [name | part for part in one["withdrawn_by"]]
+        if left_out := one["withdrawn_by_left_out"]:
+            rows.append(name | {"bound": f"and {left_out} lines with less"})
+    return rows

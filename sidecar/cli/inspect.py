@@ -10,25 +10,22 @@ exception; Arrow's parser sees a file only after all of its bytes were checked.
 from __future__ import annotations
 
 import stat
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import anyio
 import numpy as np
+import pyarrow as pa
 
-from sidecar.cli.console import Document, load_config, say, say_json
-from sidecar.config.masking import mask_url
+from sidecar.cli.console import Document, Options, load_config, show
 from sidecar.exits import Exit
+from sidecar.redaction import mask_url
 from tiers.kv.slot_image import inspect_image
 from tiers.sizes import approximate_size
 from tiers.store.access import Access, provider_of
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Mapping
-
-    from tiers.kv.slot_image import SegmentReport
 
 IMAGE_BYTES_MAX: Final = 4 << 30
 """More than the largest image: a slot's payload is below 2 GiB."""
@@ -40,63 +37,66 @@ _DESCRIBED: Final = (
 """Fields of a file's descriptor that are shown."""
 
 
-def main(options: argparse.Namespace) -> int:
+def main(options: Options) -> Exit:
     """Inspect each file; the answer is a no if any of them is not intact."""
     store = None if options.config is None else load_config(options.config).store
-    access, storage_options = (store.access, store.storage_options) if store else (None, None)
-    reports = [inspect_file(place, access, storage_options) for place in options.places]
-    if options.json:
-        say_json([report.document() for report in reports])
+    access, storage_options = (store.access, store.storage_options) if store else (Access(), {})
+    found = [inspect_file(place, access, storage_options) for place in options.places]
+    show(found, lambda documents: "\n".join(map(_text, documents)), as_json=options.json)
+    return Exit.OK if all(document["intact"] for document in found) else Exit.NO
+
+
+def inspect_file(place: str, access: Access, storage_options: Mapping[str, object]) -> Document:
+    """What is known of one file; `reason` is None for an intact one.
+
+    `access` and `storage_options` are for URLs.
+    """
+    document: Document = {"place": mask_url(place), "intact": False, "reason": None}
+    columns: dict[str, str] = {}
+    try:
+        if provider_of(place) == "folder":
+            image = _read_path(Path(place.split("://", 1)[-1]).expanduser())
+        elif provider_of(place) in ("s3", "gcs", "azure"):
+            image = anyio.run(_read_object, place, access, storage_options)
+        else:
+            image = _read_url(place, storage_options)
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:
+        # File systems raise errors of any class.
+        return document | {"reason": f"cannot be read: {_one_line(error)}", "columns": columns}
+    if not image:
+        return document | {"reason": "the file is empty", "columns": columns}
+    report = inspect_image(image)
+    if report.error is None:
+        document["intact"] = True
+        schema: Any = pa.ipc.open_file(pa.BufferReader(image)).schema
+        columns = {str(column.name): str(column.type) for column in schema}
     else:
-        say("\n".join(report.text() for report in reports))
-    return Exit.OK if all(report.intact for report in reports) else Exit.NO
+        document["reason"] = f"{report.verdict}: {_one_line(report.error)}"
+    document["size_bytes"] = report.image_bytes
+    about, meta = report.descriptor, report.meta
+    if about is not None:
+        document |= {name: getattr(about, name) for name in _DESCRIBED}
+    if meta is not None:
+        document |= {
+            "key": meta.key.hex(),
+            "parent": meta.parent.hex() if any(meta.parent) else None,
+            "checksum_xxh3_128": meta.checksum.hex(),
+            "token_ids": np.frombuffer(meta.token_ids, dtype="<i4").tolist(),
+        }
+    return document | {"columns": columns}
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkFileReport:
-    """The result for a file. `reason` is None for an intact one."""
-
-    place: str
-    reason: str | None
-    report: SegmentReport | None = None
-    columns: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def intact(self) -> bool:
-        """Whether it is a chunk file and all of its bytes are right."""
-        return self.reason is None
-
-    def facts(self) -> Document:
-        """What is known of the content, in the order in which it is shown."""
-        report = self.report
-        if report is None:
-            return {}
-        facts: Document = {"size_bytes": report.image_bytes}
-        about, meta = report.descriptor, report.meta
-        if about is not None:
-            facts |= {name: getattr(about, name) for name in _DESCRIBED}
-        if meta is not None:
-            facts |= {
-                "key": meta.key.hex(),
-                "parent": meta.parent.hex() if any(meta.parent) else None,
-                "checksum_xxh3_128": meta.checksum.hex(),
-                "token_ids": np.frombuffer(meta.token_ids, dtype="<i4").tolist(),
-            }
-        return facts
-
-    def document(self) -> Document:
-        """The report for JSON."""
-        head = {"place": self.place, "intact": self.intact, "reason": self.reason}
-        return head | self.facts() | {"columns": dict(self.columns)}
-
-    def text(self) -> str:
-        """The report for people."""
-        lines = [f"{self.place}: {'intact' if self.reason is None else f'BAD: {self.reason}'}"]
-        for name, value in self.facts().items():
+def _text(document: Document) -> str:
+    verdict = "intact" if document["intact"] else f"BAD: {document['reason']}"
+    lines = [f"{document['place']}: {verdict}"]
+    for name, value in document.items():
+        if name not in ("place", "intact", "reason", "columns"):
             lines.append(f"  {name.replace('_', ' '):<18}{_shown(name, value)}")
-        for index, (name, kind) in enumerate(self.columns):
-            lines.append(f"  {'columns' if index == 0 else '':<18}{name}: {kind}")
-        return "\n".join(lines)
+    for index, (name, kind) in enumerate(document["columns"].items()):
+        lines.append(f"  {'' if index else 'columns':<18}{name}: {kind}")
+    return "\n".join(lines)
 
 
 def _shown(name: str, value: Any) -> str:
@@ -106,33 +106,6 @@ def _shown(name: str, value: Any) -> str:
         first = ", ".join(str(token) for token in value[:_TOKENS_SHOWN])
         return f"{len(value)} tokens: {first}{', ...' if len(value) > _TOKENS_SHOWN else ''}"
     return "none (starts a prompt)" if value is None else str(value)
-
-
-def inspect_file(
-    place: str,
-    access: Access | None = None,
-    storage_options: Mapping[str, object] | None = None,
-) -> ChunkFileReport:
-    """Read and examine one file. `access` and `storage_options` are for URLs."""
-    shown, options = mask_url(place), storage_options or {}
-    try:
-        if provider_of(place) == "folder":
-            image = _read_path(Path(place.split("://", 1)[-1]).expanduser())
-        elif provider_of(place) in ("s3", "gcs", "azure"):
-            image = anyio.run(_read_object, place, access or Access(), options)
-        else:
-            image = _read_url(place, options)
-    except ModuleNotFoundError:
-        raise
-    except Exception as error:
-        # File systems raise errors of any class.
-        return ChunkFileReport(shown, f"cannot be read: {_one_line(error)}")
-    if not image:
-        return ChunkFileReport(shown, "the file is empty")
-    report = inspect_image(image)
-    if report.error is not None:
-        return ChunkFileReport(shown, f"{report.verdict}: {_one_line(report.error)}", report)
-    return ChunkFileReport(shown, None, report, _columns(image))
 
 
 def _read_path(path: Path) -> bytes:
@@ -172,13 +145,6 @@ def _read_url(url: str, storage_options: Mapping[str, object]) -> bytes:
 def _check_size(size_bytes: int) -> None:
     if size_bytes > IMAGE_BYTES_MAX:
         raise ValueError(f"{size_bytes} bytes; a chunk file has at most {IMAGE_BYTES_MAX}")
-
-
-def _columns(image: bytes) -> tuple[tuple[str, str], ...]:
-    import pyarrow as pa
-
-    schema: Any = pa.ipc.open_file(pa.BufferReader(image)).schema
-    return tuple((str(column.name), str(column.type)) for column in schema)
 
 
 def _one_line(error: Exception) -> str:

@@ -13,14 +13,22 @@ import itertools
 import json
 import re
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import anyio.to_thread
 import numpy as np
 
-from sidecar.cli.client import SidecarClient, asks_host, get_list, host_memory
-from sidecar.cli.console import CommandError, Document, age, load_config, say, say_json, table
+from sidecar.cli.client import SidecarClient, asks_host, get_list, host_heading, host_memory
+from sidecar.cli.console import (
+    CommandError,
+    Document,
+    Options,
+    age,
+    load_config,
+    say,
+    show,
+    table,
+)
 from sidecar.cli.store import (
     TenantNames,
     describe_models,
@@ -29,7 +37,6 @@ from sidecar.cli.store import (
     namespace_of,
     run,
 )
-from sidecar.exits import Exit
 from tiers.catalog.manifest import Counts
 from tiers.catalog.names import KEY_BYTES, catalog_folder
 from tiers.catalog.reader import Files
@@ -39,7 +46,6 @@ from tiers.catalog.usage import Chunks, tenant_of
 from tiers.sizes import approximate_size
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import numpy.typing as npt
@@ -52,35 +58,22 @@ if TYPE_CHECKING:
 BATCH_CHUNKS: Final = 1000
 PAGE_CHUNKS: Final = 1000
 """Chunks in one answer of a sidecar at most."""
-_DIGITS: Final = re.compile(rf"^[0-9a-f]{{0,{2 * KEY_BYTES}}}$")
 _ABOUT: Final = ("model", "layers", "about")
 _HOST_WIDTHS: Final = (64, 10, 5, 6, 16, 0)
-_MORE: Final = "more than --limit; raise it, or narrow it with --key"
 
 
-@dataclass(frozen=True, slots=True)
-class ListingFilter:
-    """The chunks to list: of a namespace, with this prefix of the key, of a tenant."""
-
-    namespace: str | None = None
-    key: str = ""
-    tenant: str = ""
-    limit: int = 1000
-
-
-def main(options: argparse.Namespace) -> int:
+def main(options: Options) -> None:
     """List namespaces, or the chunks of one."""
-    wanted = ListingFilter(options.namespace, options.key.lower(), options.tenant, options.limit)
+    options.key = options.key.lower()
     config = load_config(options.config)
     if not asks_host(options, config):
-        _list_store(config, wanted, as_json=options.json)
-        return Exit.OK
+        _list_store(config, options)
+        return
     with host_memory(options) as client:
-        if wanted.namespace is None:
+        if options.namespace is None:
             _list_host_namespaces(client, as_json=options.json)
         else:
-            _list_host_chunks(client, wanted, as_json=options.json)
-    return Exit.OK
+            _list_host_chunks(client, options)
 
 
 class ListWriter:
@@ -114,79 +107,74 @@ class ListWriter:
         if self._as_json:
             fields = [f", {json.dumps(key)}: {json.dumps(value)}" for key, value in tail.items()]
             say("]" + "".join(fields) + "}")
+        elif tail.get("more"):
+            say("more than --limit; raise it, or narrow it with --key")
 
 
 # --- the object store ----------------------------------------------------------------------------
 
 
-def _list_store(config: Config, wanted: ListingFilter, *, as_json: bool) -> None:
-    if not _DIGITS.match(wanted.key):
+def _list_store(config: Config, options: Options) -> None:
+    if not re.fullmatch(rf"[0-9a-f]{{0,{2 * KEY_BYTES}}}", options.key):
         raise CommandError(
-            f"key {wanted.key!r}: keys are {2 * KEY_BYTES} hexadecimal digits, as kvlake ls prints "
-            "them; give the first of them"
+            f"key {options.key!r}: keys are {2 * KEY_BYTES} hexadecimal digits, as kvlake ls "
+            "prints them; give the first of them"
         )
     names = TenantNames(config)
-    if wanted.tenant and names.word(wanted.tenant) is None:
-        raise CommandError(
-            f"tenant {wanted.tenant!r}: the configuration names {names.known or 'none'}; give one "
-            "of these, or an id of 16 hexadecimal digits"
-        )
+    tenant = names.word(options.tenant) if options.tenant else None
 
     async def command(store: ObjectTier) -> None:
-        prefixes = await find_namespaces(store, wanted.namespace)
+        prefixes = await find_namespaces(store, options.namespace)
         models = await describe_models(store, prefixes)
-        if wanted.namespace is None:
+        if options.namespace is None:
             found = dict(zip(map(namespace_of, prefixes), models, strict=True))
             document = {"url": store.url, "namespaces": list(found), "models": found}
-            _write_namespaces(document, f"{store.url} holds no chunks", as_json=as_json)
+            nothing = f"{store.url} holds no chunks"
+            show(document, lambda _: _namespaces_text(found, nothing), as_json=options.json)
             return
         namespace, place = namespace_of(prefixes[0]), f"{store.url.rstrip('/')}/{prefixes[0]}"
-        if not as_json:
+        if not options.json:
             say(f"{namespace}: {model_text(models[0])}")
-        writer = ListWriter(chunk_line, as_json=as_json)
-        writer.open(
-            {"url": store.url, "namespace": namespace, **models[0]}, "chunks", CHUNK_COLUMNS
-        )
+        writer = ListWriter(chunk_line, as_json=options.json)
+        head = {"url": store.url, "namespace": namespace, **models[0]}
+        writer.open(head, "chunks", CHUNK_COLUMNS)
+
+        def write(rows: Rows) -> None:
+            writer.write(chunk_documents(rows, names, place=place))
+
         more = await list_chunks(
-            store,
-            prefixes[0],
-            wanted,
-            names,
-            lambda rows: writer.write(chunk_documents(rows, names, place=place)),
+            store, prefixes[0], write, key=options.key, tenant=tenant, chunks_max=options.limit
         )
         writer.close({"more": more})
-        if more and not as_json:
-            say(_MORE)
 
     run(config, command)
 
 
-def _write_namespaces(document: Document, nothing: str, *, as_json: bool) -> None:
-    if as_json:
-        say_json(document)
-    elif models := document["models"]:
-        rows = [(name, model_text(model)) for name, model in models.items()]
-        say(table([("NAMESPACE", "MODEL"), *rows]))
-    else:
-        say(nothing)
+def _namespaces_text(models: Document, nothing: str) -> str:
+    rows = [(name, model_text(model)) for name, model in models.items()]
+    return table([("NAMESPACE", "MODEL"), *rows]) if rows else nothing
 
 
 async def list_chunks(
     store: ObjectTier,
     prefix: str,
-    wanted: ListingFilter,
-    names: TenantNames,
     write: Callable[[Rows], None],
+    *,
+    key: str = "",
+    tenant: int | None = None,
+    chunks_max: int,
 ) -> bool:
-    """Write the chunks of a namespace, sorted by key; whether there are more than the limit.
+    """Write the chunks of a namespace, sorted by key; whether there are more than `chunks_max`.
 
-    Raises the tier's errors.
+    They are those whose key begins with these digits, and of this tenant, if one is given. Raises
+    the tier's errors.
     """
     files = Files(store, catalog_folder(prefix), Counts())
-    left = max(0, wanted.limit)
-    async for found in all_rows(files, time.time(), _shards(wanted.key)):
-        rows = await anyio.to_thread.run_sync(_matching, found, wanted, names)
-        if rows is None:
+    shards = range(int(f"{key[:2]:0<2}", 16), int(f"{key[:2]:f<2}", 16) + 1)
+    left = chunks_max
+    async for found in all_rows(files, time.time(), shards):
+        rows = await anyio.to_thread.run_sync(_matching, found, key, tenant)
+        if not len(rows):
             continue
         starts = Chunks(rows).starts
         if left < len(starts):
@@ -198,40 +186,26 @@ async def list_chunks(
     return False
 
 
-def _shards(key: str) -> range:
-    """The shards of keys that begin with these digits."""
-    first = int(f"{key[:2]:0<2}", 16)
-    return range(first, int(f"{key[:2]:f<2}", 16) + 1)
-
-
-def _matching(rows: Rows, wanted: ListingFilter, names: TenantNames) -> Rows | None:
-    """The rows that are wanted and offered; None if there are none."""
+def _matching(rows: Rows, key: str, tenant: int | None) -> Rows:
+    """The rows that are wanted and offered."""
     keep: npt.NDArray[np.bool_] = rows.size_bytes > 0
-    for at, digit in enumerate(wanted.key):
+    for at, digit in enumerate(key):
         byte = rows.keys[:, at // 2]
         keep &= (byte & 15 if at % 2 else byte >> 4) == int(digit, 16)
-    if not keep.any():
-        return None
     rows = rows.take(keep)
-    if not wanted.tenant:
+    if tenant is None or not len(rows):
         return rows
-    word, chunks = names.word(wanted.tenant), Chunks(rows)
-    if word is None:
-        return None
-    rows = rows.take(np.repeat(chunks.tenants == word, chunks.counts))
-    return rows if len(rows) else None
+    chunks = Chunks(rows)
+    return rows.take(np.repeat(chunks.tenants == tenant, chunks.counts))
 
 
 def chunk_documents(
     rows: Rows, names: TenantNames, *, place: str = "", reasons: Reasons | None = None
 ) -> Iterator[Document]:
-    """The chunks of rows that are sorted by key.
+    """The chunks of rows that are sorted by key, all rows of a chunk together.
 
-    Args:
-        rows: all rows of a chunk together.
-        names: of tenants.
-        place: URL of the namespace's folder, if the URLs of objects are wanted.
-        reasons: for each row the limit that withdraws its chunk, if that is wanted.
+    `place` is the URL of the namespace's folder, if the URLs of objects are wanted; `reasons` the
+    limit that withdraws the chunk of each row, if that is wanted.
     """
     chunks, ids = Chunks(rows), rows.segment_ids.tolist()
     starts = chunks.starts
@@ -285,7 +259,7 @@ def chunk_line(chunk: Document) -> str:
     return "\n  ".join([line, *chunk.get("urls", ())])
 
 
-def _columns(*cells: object, widths: Sequence[int] = (64, 10, 7, 6, 5, 16, 0)) -> str:
+def _columns(*cells: object, widths: Sequence[int] = (64, 10, 7, 6, 6, 16, 0)) -> str:
     """Cells in columns of fixed widths: the widest cell is known only at the end."""
     padded = (f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True))
     return "  ".join(padded).rstrip()
@@ -302,51 +276,40 @@ def _list_host_namespaces(client: SidecarClient, *, as_json: bool) -> None:
     found = get_list(client, "/host", "namespaces", namespace="")["namespaces"]
     models = {one["namespace"]: {key: one[key] for key in _ABOUT} for one in found}
     if not as_json:
-        say(_host_heading(client))
+        say(host_heading(client.url))
     document = {"host": client.url, "namespaces": list(models), "models": models}
-    _write_namespaces(document, "no engine has attached yet", as_json=as_json)
+    nothing = "no engine has attached yet"
+    show(document, lambda _: _namespaces_text(models, nothing), as_json=as_json)
 
 
-def _list_host_chunks(client: SidecarClient, wanted: ListingFilter, *, as_json: bool) -> None:
-    writer, more = ListWriter(_host_line, as_json=as_json), False
-    for number, page in enumerate(_host_pages(client, wanted)):
-        if number == 0:
-            if not as_json:
-                say(f"{_host_heading(client)}\n{page['namespace']}: {model_text(page)}")
-            head = {name: page[name] for name in ("namespace", *_ABOUT)}
-            cells = ("KEY", "SIZE", "PARTS", "BLOCKS", "TENANT", "STATE")
-            columns = _columns(*cells, widths=_HOST_WIDTHS)
-            writer.open({"host": client.url, **head}, "chunks", columns)
-        writer.write(page["chunks"])
-        more = page["more"]
-    writer.close({"more": more})
-    if more and not as_json:
-        say(_MORE)
-
-
-def _host_pages(client: SidecarClient, wanted: ListingFilter) -> Iterator[Document]:
-    """Answers of the sidecar, up to the limit."""
-    left, after = wanted.limit, ""
+def _list_host_chunks(client: SidecarClient, options: Options) -> None:
+    writer = ListWriter(_host_line, as_json=options.json)
+    left, after = options.limit, ""
     while True:
         num_chunks = min(left, PAGE_CHUNKS)
         page = get_list(
             client,
             "/host/chunks",
             "chunks",
-            namespace=wanted.namespace or "",
-            key=wanted.key,
-            tenant=wanted.tenant,
+            namespace=options.namespace,
+            key=options.key,
+            tenant=options.tenant,
             after=after,
             limit=str(num_chunks),
         )
-        yield page
+        if not after:
+            if not options.json:
+                heading = host_heading(client.url)
+                say(f"{heading}\n{page['namespace']}: {model_text(page)}")
+            head = {name: page[name] for name in ("namespace", *_ABOUT)}
+            cells = ("KEY", "SIZE", "PARTS", "BLOCKS", "TENANT", "STATE")
+            columns = _columns(*cells, widths=_HOST_WIDTHS)
+            writer.open({"host": client.url, **head}, "chunks", columns)
+        writer.write(page["chunks"])
         left, after = left - num_chunks, page["last"]
         if not left or not page["more"]:
-            return
-
-
-def _host_heading(client: SidecarClient) -> str:
-    return f"host memory of the sidecar at {client.url}"
+            break
+    writer.close({"more": page["more"]})
 
 
 def _host_line(chunk: Document) -> str:

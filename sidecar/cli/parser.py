@@ -72,6 +72,19 @@ def _version() -> str:
         return "(not installed)"
 
 
+def _option(*names: str, **settings: Any) -> argparse.ArgumentParser:
+    """An option that several commands take, as a parent of their parsers."""
+    parent = argparse.ArgumentParser(add_help=False)
+    parent.add_argument(*names, **settings)
+    return parent
+
+
+_CONFIG_HELP: Final = "the sidecar's YAML file (default: built-in defaults)"
+_CONFIG: Final = _option("--config", type=Path, metavar="FILE", help=_CONFIG_HELP)
+_JSON: Final = _option("--json", action="store_true", help="print it as JSON")
+_NAMESPACE_HELP: Final = "the namespace, by its first digits"
+
+
 def _command(to: _Commands, name: str, module: str = "", **texts: Any) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = to.add_parser(name, **texts)
     command.set_defaults(module=f"sidecar.cli.{module or name}", action=name)
@@ -82,9 +95,6 @@ def _actions(to: _Commands, name: str, **texts: Any) -> _Commands:
     """A command that only has further commands."""
     command = to.add_parser(name, **texts)
     return command.add_subparsers(title="actions", metavar="ACTION", required=True)
-
-
-_NAMESPACE_HELP: Final = "the namespace, by its first digits"
 
 
 def _add_process_commands(commands: _Commands) -> None:
@@ -99,34 +109,32 @@ def _add_process_commands(commands: _Commands) -> None:
         "when the last engine is gone.",
         usage="kvlake run [-h] [--config FILE] [--optional] -- vllm serve MODEL ...",
         epilog="example: kvlake run --config configs/default.yaml -- vllm serve MODEL --port 8000",
+        parents=[_CONFIG],
     )
-    _add_config_option(run)
     run.add_argument(
         "--optional",
         action="store_true",
         help="start the engine also if the sidecar cannot be started, and retry the sidecar",
     )
-
     serve = _command(
         commands,
         "serve",
         help="run the sidecar alone",
         description="Run the sidecar until it gets SIGTERM or SIGINT. Engines attach to its "
         "socket by themselves, also those that were started earlier.",
+        parents=[_CONFIG],
     )
-    _add_config_option(serve)
     # For `kvlake run`: where to write a line when the sidecar serves, and which process it serves.
     serve.add_argument("--ready-fd", type=int, help=argparse.SUPPRESS)
     serve.add_argument("--parent-pid", type=int, help=argparse.SUPPRESS)
-
     demo = _command(
         commands,
         "demo",
         help="show a hit from host memory and from an object store",
         description="Make a small model, compute a long prompt once, and serve it to a second "
         "engine from host memory and from a bucket. Runs on this machine, without a GPU.",
+        parents=[_JSON],
     )
-    _add_json_option(demo)
     demo.add_argument(
         "--model-only",
         metavar="DIR",
@@ -142,40 +150,37 @@ def _add_node_commands(commands: _Commands) -> None:
         "status",
         help="show what a running sidecar holds and does",
         description="Ask a running sidecar for its tiers, traffic, loads and attached engines.",
+        parents=[_JSON],
     )
     where = status.add_mutually_exclusive_group()
-    _add_config_option(where)
+    where.add_argument("--config", type=Path, metavar="FILE", help=_CONFIG_HELP)
     _add_sidecar_options(status, where=where)
-    _add_json_option(status)
-
     inspect = _command(
         commands,
         "inspect",
         help="show what a stored chunk file holds, and whether it is intact",
         description="Read chunk files (.arrow), print what they hold, and check header, footer "
         "and checksum. The exit code is 1 if any of them is damaged or is no chunk file.",
+        parents=[_JSON],
     )
     inspect.add_argument(
         "places", nargs="+", metavar="FILE_OR_URL", help="a path, or a URL such as s3://bucket/..."
     )
-    _add_config_option(inspect, "access URLs by its section store")
-    _add_json_option(inspect)
-
-    doctor = _command(
+    inspect.add_argument(
+        "--config", type=Path, metavar="FILE", help="access URLs by its section store"
+    )
+    _command(
         commands,
         "doctor",
         help="check this machine for a sidecar and engines",
-        description=(
-            "Check all that `kvlake serve` checks when it starts (directories, ports, keys, host "
-            "memory, limits), the store, by writing and deleting one object, the GPUs and what "
-            "their driver supports, and what an engine would find. With an engine's command after "
-            "--, check that as `kvlake run` does. One line each: pass, warn or fail; the exit "
-            "code is 1 if anything failed. Nothing on the node is changed."
-        ),
+        description="Check all that `kvlake serve` checks when it starts (directories, ports, "
+        "keys, host memory, limits), the store, by writing and deleting one object, the GPUs and "
+        "what their driver supports, and what an engine would find. With an engine's command "
+        "after --, check that as `kvlake run` does. One line each: pass, warn or fail; the exit "
+        "code is 1 if anything failed. Nothing on the node is changed.",
         usage="kvlake doctor [-h] [--config FILE] [-- vllm serve MODEL ...]",
+        parents=[_CONFIG],
     )
-    _add_config_option(doctor)
-
     actions = _actions(
         commands,
         "pool",
@@ -183,20 +188,18 @@ def _add_node_commands(commands: _Commands) -> None:
         description="A sidecar that stops keeps its host memory, so that the next one of the same "
         "name starts warm (host.after_stop). Run this as the sidecar's user, with its --config.",
     )
-    show = _command(actions, "show", "pool", help="print its path, size and contents")
-    _add_config_option(show)
-    _add_json_option(show)
-    remove = _command(
-        actions,
-        "remove",
-        "pool",
-        help="free it; ends with 1 if a sidecar uses it, or it is not kvlake's",
-    )
-    _add_config_option(remove)
+    texts = {
+        "show": "print its path, size and contents",
+        "remove": "free it; ends with 1 if a sidecar uses it, or it is not kvlake's",
+    }
+    _command(actions, "show", "pool", help=texts["show"], parents=[_CONFIG, _JSON])
+    _command(actions, "remove", "pool", help=texts["remove"], parents=[_CONFIG])
 
 
 def _add_cache_commands(commands: _Commands) -> None:
     """Commands about what is cached."""
+    tier = _option("--host", action="store_true", help="host memory, even if there is a store")
+    _add_sidecar_options(tier, where=tier)
     du = _command(
         commands,
         "du",
@@ -204,10 +207,9 @@ def _add_cache_commands(commands: _Commands) -> None:
         description="Read the store's catalog and sum up its chunks; nothing is listed or "
         "changed. If the configuration has no store, or with --host or --url, ask the running "
         "sidecar what its host memory holds.",
+        parents=[_CONFIG, tier, _JSON],
     )
     du.add_argument("--namespace", metavar="DIGITS", help=_NAMESPACE_HELP)
-    _add_tier_options(du)
-
     ls = _command(
         commands,
         "ls",
@@ -215,6 +217,7 @@ def _add_cache_commands(commands: _Commands) -> None:
         description="List the store's namespaces, or the chunks of one of them with the URLs of "
         "its objects, from its catalog. If the configuration has no store, or with --host or "
         "--url, list what the host memory of the running sidecar holds.",
+        parents=[_CONFIG, tier, _JSON],
     )
     ls.add_argument("namespace", nargs="?", metavar="NAMESPACE", help=_NAMESPACE_HELP)
     ls.add_argument("--key", default="", metavar="DIGITS", help="only keys with this prefix")
@@ -222,8 +225,6 @@ def _add_cache_commands(commands: _Commands) -> None:
     ls.add_argument(
         "--limit", type=_count, default=1000, metavar="N", help="largest number (default: 1000)"
     )
-    _add_tier_options(ls)
-
     gc = _command(
         commands,
         "gc",
@@ -231,21 +232,15 @@ def _add_cache_commands(commands: _Commands) -> None:
         description="Compact the catalog, withdraw what exceeds store.ttl, store.size_max, "
         "store.objects_max and the tenants' store_ttl, store_max and store_objects_max, and delete "
         "what was withdrawn at least store.gc.grace ago. Sidecars do the same by themselves.",
+        parents=[_CONFIG, _JSON],
     )
     gc.add_argument("--namespace", metavar="DIGITS", help=_NAMESPACE_HELP)
-    gc.add_argument(
-        "--dry-run", action="store_true", help="show what would be removed; change nothing"
-    )
-    gc.add_argument(
-        "--list",
-        action="store_true",
-        help="with --dry-run: every chunk that would be withdrawn, and why",
-    )
-    gc.add_argument(
-        "--wait", action="store_true", help="wait for store.gc.grace, and delete what was withdrawn"
-    )
-    _add_config_option(gc)
-    _add_json_option(gc)
+    for name, text in {
+        "--dry-run": "show what would be removed; change nothing",
+        "--list": "with --dry-run: every chunk that would be withdrawn, and why",
+        "--wait": "wait for store.gc.grace, and delete what was withdrawn",
+    }.items():
+        gc.add_argument(name, action="store_true", help=text)
 
 
 def _add_config_commands(commands: _Commands) -> None:
@@ -253,12 +248,12 @@ def _add_config_commands(commands: _Commands) -> None:
     keygen = _command(
         commands,
         "keygen",
+        "config",
         help="make a secret: a key for KV events over TCP, or a token for HTTP",
         description="Write a new random secret to a file that only its owner can read, for "
         "events.curve_secret_key_file or http.token_file. An existing file is not replaced.",
     )
     keygen.add_argument("--out", type=Path, required=True, metavar="FILE", help="the file to write")
-
     actions = _actions(
         commands,
         "tenant",
@@ -269,14 +264,13 @@ def _add_config_commands(commands: _Commands) -> None:
     named = _command(
         actions,
         "id",
-        "tenant",
+        "config",
         help="print the id of a cache salt",
         description="Print the id of a cache salt. The salt is read from standard input or from "
         "an environment variable, never from the command line, where other users of the machine "
         "could see it.",
     )
     named.add_argument("--env", metavar="NAME", help="read it from this variable instead")
-
     actions = _actions(
         commands,
         "config",
@@ -296,29 +290,7 @@ def _add_config_commands(commands: _Commands) -> None:
     _command(actions, "schema", "config", help="print the JSON schema of the file, for editors")
 
 
-# --- options -------------------------------------------------------------------------------------
-
-
-def _add_config_option(
-    to: _Options, help_text: str = "the sidecar's YAML file (default: built-in defaults)"
-) -> None:
-    to.add_argument("--config", type=Path, metavar="FILE", help=help_text)
-
-
-def _add_json_option(to: _Options) -> None:
-    to.add_argument("--json", action="store_true", help="print it as JSON")
-
-
-def _add_tier_options(to: argparse.ArgumentParser) -> None:
-    _add_config_option(to)
-    to.add_argument(
-        "--host", action="store_true", help="host memory, even if there is an object store"
-    )
-    _add_sidecar_options(to, where=to)
-    _add_json_option(to)
-
-
-def _add_sidecar_options(to: _Options, *, where: _Options) -> None:
+def _add_sidecar_options(to: argparse.ArgumentParser, *, where: _Options) -> None:
     """How a running sidecar is asked. `where` takes the option for its address."""
     where.add_argument(
         "--url", type=_address, help="address of the sidecar, such as http://127.0.0.1:9321"

@@ -9,45 +9,45 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sidecar.cli.console import CommandError, Document, complain, load_config, say, say_json
-from sidecar.exits import Exit
+from sidecar.cli.console import CommandError, Document, NoAnswer, Options, load_config, say, show
 from tiers.errors import PoolError
 from tiers.pool.file import PoolReport, inspect_pool, remove_pool
 from tiers.sizes import approximate_size
 
 if TYPE_CHECKING:
-    import argparse
     from pathlib import Path
 
 
-def main(options: argparse.Namespace) -> int:
+def main(options: Options) -> None:
     """`show` or `remove`."""
     path = load_config(options.config).pool_path
     if options.action == "show":
         try:
-            document = _describe(path)
+            document = _describe(path, inspect_pool(path))
         except OSError as error:
             raise CommandError(f"the pool cannot be read: {error}") from error
-        if options.json:
-            say_json(document)
-        else:
-            say(_text(document))
-        return Exit.OK
+        show(document, _text, as_json=options.json)
+        return
     try:
         freed_bytes = remove_pool(path)
     except (PoolError, OSError) as error:
-        complain(str(error))
-        return Exit.NO
+        raise NoAnswer(str(error)) from error
     say(f"{path}: {approximate_size(freed_bytes)} given back" if freed_bytes else f"{path}: none")
-    return Exit.OK
 
 
-def _describe(path: Path) -> Document:
-    report = inspect_pool(path)
+def _describe(path: Path, report: PoolReport) -> Document:
     owner, slots = report.owner, report.slots or {}
+    if not report.file_bytes:
+        state = "none"
+    elif owner is None:
+        state = "foreign"
+    elif owner.alive:
+        state = "used"
+    else:
+        state = "unusable" if report.unusable else "kept"
     return {
         "path": str(path),
-        "state": _state(report),
+        "state": state,
         "owner_pid": owner.pid if owner is not None and owner.pid else None,
         "reason": report.unusable,
         "file_bytes": report.file_bytes,
@@ -58,36 +58,26 @@ def _describe(path: Path) -> Document:
     }
 
 
-def _state(report: PoolReport) -> str:
-    if not report.file_bytes:
-        return "none"
-    if report.owner is None:
-        return "foreign"
-    if report.owner.alive:
-        return "used"
-    return "unusable" if report.unusable else "kept"
-
-
 def _text(document: Document) -> str:
-    path, pid = document["path"], document["owner_pid"]
-    memory = approximate_size(document["file_bytes"])
-    held = (
-        f"{approximate_size(document['sealed_bytes'])} in {document['sealed_slots']} sealed slots"
-    )
-    texts = {
-        "none": f"{path}: there is none",
-        "foreign": f"{path}: {memory}, not made by kvlake (no owner's record beside it)",
-        "used": f"{path}: {memory}, in use by process {pid}; it holds {held}",
-        "unusable": f"{path}: {memory}, and the next start will empty it: {document['reason']}",
-        "kept": f"{path}: {memory}, kept for the next start; it holds {held}",
+    pid, size = document["owner_pid"], approximate_size(document["file_bytes"])
+    sealed = approximate_size(document["sealed_bytes"])
+    held = f"it holds {sealed} in {document['sealed_slots']} sealed slots"
+    about = {
+        "none": "there is none",
+        "foreign": f"{size}, not made by kvlake (no owner's record beside it)",
+        "used": f"{size}, in use by process {pid}; {held}",
+        "unusable": f"{size}, and the next start will empty it: {document['reason']}",
+        "kept": f"{size}, kept for the next start; {held}",
     }
-    lines = [texts[document["state"]]]
+    lines = [f"{document['path']}: {about[document['state']]}"]
     if document["state"] == "kept" and pid is not None:
         lines.append(
             f"  its owner, process {pid}, was killed, or is in another container and uses it"
         )
-    lines += [
-        f"  {one['slots']} slots of {approximate_size(one['slot_bytes'])}"
-        for one in document["classes"]
-    ]
-    return "\n".join(lines)
+    return "\n".join(
+        lines
+        + [
+            f"  {one['slots']} slots of {approximate_size(one['slot_bytes'])}"
+            for one in document["classes"]
+        ]
+    )

@@ -6,6 +6,7 @@ The sidecar itself is in `sidecar/app.py`.
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import json
 import os
@@ -14,18 +15,16 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final
 
-from sidecar.cli.console import CommandError, NotStarted, load_config
+from sidecar.cli.console import CommandError, NotStarted, Options, load_config
 
 if TYPE_CHECKING:
-    import argparse
-
     from sidecar.app import ServerInfo
 
 _THREAD_POOLS: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _PR_SET_PDEATHSIG: Final = 1
 
 
-def main(options: argparse.Namespace) -> int:
+def main(options: Options) -> int:
     """Run the sidecar until a signal ends it."""
     parent_pid: int | None = options.parent_pid
     if parent_pid is not None:
@@ -66,11 +65,8 @@ def main(options: argparse.Namespace) -> int:
             os.write(options.ready_fd, json.dumps(line).encode() + b"\n")
             os.close(options.ready_fd)
 
-    async def run() -> int:
-        return await serve(config, ready=ready)
-
     try:
-        return anyio.run(run)
+        return anyio.run(functools.partial(serve, config, ready=ready))
     except StartError as error:
         raise NotStarted(str(error)) from error
 

@@ -10,13 +10,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, cast
 
 from sidecar.cli.client import client_of
-from sidecar.cli.console import Document, document_table, say, say_json, table
-from sidecar.exits import Exit
+from sidecar.cli.console import Document, Options, document_table, duration, show, table
 from sidecar.sessions.model_names import model_name
 from tiers.sizes import approximate_size
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Sequence
 
 _TRAFFIC: Final = (
@@ -37,33 +35,22 @@ _TENANT_COLUMNS: Final = {
 }
 
 
-def main(options: argparse.Namespace) -> int:
+def main(options: Options) -> None:
     """Show the status."""
-    document = client_of(options).get("/status")
-    if options.json:
-        say_json(document)
-    else:
-        say(render(document))
-    return Exit.OK
+    show(client_of(options).get("/status"), render, as_json=options.json)
 
 
 def render(document: Document) -> str:
     """The document as text."""
-    parts = [
-        _head(document),
-        _tiers(document),
-        _tenants(document),
-        _traffic(document),
-        _engines(document),
-        _uncached(document),
-    ]
-    return "\n\n".join(part for part in parts if part)
+    parts = (_head, _tiers, _tenants, _traffic, _engines, _uncached)
+    return "\n\n".join(text for part in parts if (text := part(document)))
 
 
 def _head(document: Document) -> str:
-    who = f"kvlake {document.get('version', '?')} '{document.get('name', '?')}'"
-    state, pid = document.get("state", "?"), document.get("pid", "?")
-    lines = [f"{who}: {state}, up {_uptime(document)}, pid {pid}"]
+    name, version, state, pid = (
+        document.get(field, "?") for field in ("name", "version", "state", "pid")
+    )
+    lines = [f"kvlake {version} '{name}': {state}, up {_uptime(document)}, pid {pid}"]
     store = _section(_section(document, "tiers"), "store")
     if store.get("state") not in (None, "ok"):
         lines.append(f"  object store is {store['state']}: {store.get('reason', '')}")
@@ -120,8 +107,8 @@ def _tenants(document: Document) -> str:
 
 def _traffic(document: Document) -> str:
     counters, rates = _section(document, "counters"), _section(document, "rates")
-    per_second = _section(rates, "bytes_per_second")
-    over = f", LAST {_duration(rates['seconds']).upper()}" if rates else ""
+    per_second, hits = _section(rates, "bytes_per_second"), _section(document, "hits")
+    over = f", LAST {duration(rates['seconds']).upper()}" if rates else ""
     rows: list[Sequence[object]] = [("SINCE START", "", "CHUNKS", "BYTES", f"PER SECOND{over}")]
     for name, way in _TRAFFIC:
         chunks = counters.get(f"chunks_{name}", 0)
@@ -129,28 +116,19 @@ def _traffic(document: Document) -> str:
         # Each rank loads its part of a chunk by itself.
         counted = f"{chunks} parts" if name == "loaded" else chunks
         rows.append((name, way, counted, approximate_size(counters.get(f"bytes_{name}", 0)), rate))
-    hits = _section(document, "hits")
+    served, loads = hits.get("loads_served"), "-"
+    if served is not None:
+        # Prompts without a hit begin none.
+        begun = served + hits.get("loads_missed", 0)
+        engines = "engines count the tokens that hit and missed"
+        loads = f"{served} of {begun} begun were served; {engines}" if begun else "none begun yet"
     lookups = f"{hits.get('lookups', 0)} ({hits.get('lookups_expired', 0)} too slow)"
-    return "\n".join(
-        [
-            table(rows),
-            "",
-            f"loads            {_loads(hits)}",
-            f"store lookups    {lookups}",
-            f"evicted chunks   {counters.get('chunks_evicted', 0)}",
-        ]
+    return (
+        f"{table(rows)}\n\n"
+        f"loads            {loads}\n"
+        f"store lookups    {lookups}\n"
+        f"evicted chunks   {counters.get('chunks_evicted', 0)}"
     )
-
-
-def _loads(hits: Document) -> str:
-    """How loads ended. Prompts without a hit begin none."""
-    served = hits.get("loads_served")
-    if served is None:
-        return "-"
-    begun = served + hits.get("loads_missed", 0)
-    if not begun:
-        return "none begun yet"
-    return f"{served} of {begun} begun were served; engines count the tokens that hit and missed"
 
 
 def _engines(document: Document) -> str:
@@ -164,7 +142,7 @@ def _engines(document: Document) -> str:
                 session.get("role", "?"),
                 f"{session.get('rank', 0)}/{session.get('world_size', 1)}",
                 session.get("pid", "?"),
-                _duration(session.get("attached_seconds", 0)),
+                duration(session.get("attached_seconds", 0)),
                 realm.get("model") or model_name(_section(realm, "namespace")),
             )
         )
@@ -174,15 +152,10 @@ def _engines(document: Document) -> str:
 def _uncached(document: Document) -> str:
     """Engines that run without the cache, and why; left out if there are none."""
     rows: list[Sequence[object]] = [("WITHOUT THE CACHE", "PID", "FOR", "REASON")]
-    rows += [
-        (
-            str(one.get("engine_id") or "?")[:24],
-            one.get("pid", "?"),
-            _duration(one.get("seconds", 0)),
-            f"{one.get('reason', '?')}: {one.get('message', '')}",
-        )
-        for one in document.get("uncached", [])
-    ]
+    for one in document.get("uncached", []):
+        engine, age = str(one.get("engine_id") or "?")[:24], duration(one.get("seconds", 0))
+        reason = f"{one.get('reason', '?')}: {one.get('message', '')}"
+        rows.append((engine, one.get("pid", "?"), age, reason))
     return table(rows) if len(rows) > 1 else ""
 
 
@@ -192,14 +165,4 @@ def _section(document: Document, name: str) -> Document:
 
 
 def _uptime(document: Document) -> str:
-    return _duration(document.get("uptime_seconds", 0))
-
-
-def _duration(seconds: float) -> str:
-    whole = int(seconds)
-    days, hours, minutes = whole // 86_400, whole // 3600 % 24, whole // 60 % 60
-    if days:
-        return f"{days}d{hours}h"
-    if hours:
-        return f"{hours}h{minutes}m"
-    return f"{minutes}m{whole % 60}s" if minutes else f"{whole}s"
+    return duration(document.get("uptime_seconds", 0))

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 TENANTS_SHOWN_MAX: Final = 1000
 """Tenants of a namespace that a table names, the largest ones."""
-_ID: Final = re.compile(r"^[0-9a-f]{16}$")
 _T = TypeVar("_T")
 
 
@@ -62,10 +61,8 @@ async def find_namespaces(store: ObjectTier, digits: str | None) -> list[str]:
     Raises `CommandError`.
     """
     found = await namespaces(store)
-    if digits is None:
-        return found
-    prefixes = [one for one in found if namespace_of(one).startswith(digits)]
-    if len(prefixes) != 1:
+    prefixes = [one for one in found if namespace_of(one).startswith(digits or "")]
+    if digits is not None and len(prefixes) != 1:
         known = ", ".join(map(namespace_of, found)) or "none at all"
         raise CommandError(
             f"namespace {digits!r}: {len(prefixes)} of the store's namespaces begin with it; "
@@ -84,12 +81,12 @@ async def describe_models(store: ObjectTier, prefixes: Sequence[str]) -> list[Do
     found: dict[str, Document] = {}
 
     async def read(prefix: str) -> None:
-        about = await read_info(store, prefix)
-        namespace = {} if about is None else about.fields()
+        info = await read_info(store, prefix)
+        about = None if info is None else info.fields()
         found[prefix] = {
-            "model": None if about is None else model_name(namespace, about.served_as),
-            "layers": layers_of(namespace) or None,
-            "about": None if about is None else namespace,
+            "model": None if info is None else model_name(info.fields(), info.served_as),
+            "layers": layers_of(about or {}) or None,
+            "about": about,
         }
 
     # The store's own limit bounds how many run at the same time.
@@ -109,21 +106,21 @@ class TenantNames:
 
     def __init__(self, config: Config) -> None:
         named = config.tenants.rules().named
-        self._names = {word_of(NO_TENANT): UNSALTED}
-        self._names |= {word_of(tenant): name for tenant, (name, _) in named.items()}
+        self._names = {word_of(tenant): name for tenant, (name, _) in named.items()}
+        self._names[word_of(NO_TENANT)] = UNSALTED
 
     def name(self, tenant: bytes) -> str:
         """The name of a tenant, or its id."""
         return self._names.get(word_of(tenant)) or tenant.hex()
 
-    @property
-    def known(self) -> str:
-        """All names, for a message."""
-        return ", ".join(sorted(self._names.values()))
-
-    def word(self, name: str) -> int | None:
-        """The number of the tenant with this name or id; None if there can be none."""
-        for word, known in self._names.items():
-            if known == name:
-                return word
-        return int(name, 16) if _ID.match(name) else None
+    def word(self, name: str) -> int:
+        """The number of the tenant with this name or id. Raises `CommandError`."""
+        words = {known: word for word, known in self._names.items()}
+        if name in words:
+            return words[name]
+        if not re.fullmatch("[0-9a-f]{16}", name):
+            raise CommandError(
+                f"tenant {name!r}: the configuration names {', '.join(sorted(words))}; give one "
+                "of these, or an id of 16 hexadecimal digits"
+            )
+        return int(name, 16)

@@ -25,14 +25,14 @@ from sidecar.config.host import (
     GpuSettings,
     HostSettings,
     IntegritySettings,
+    LimitsSettings,
 )
-from sidecar.config.limits import LimitsSettings
 from sidecar.config.observability import EventsSettings, HttpSettings, LogSettings
 from sidecar.config.runtime import RuntimeSettings
 from sidecar.config.store import StoreSettings
 from sidecar.config.tenants import TenantsSettings
 from sidecar.config.types import Section
-from sidecar.config.yaml_file import ANY_NAME, ConfigError, FieldPath, explain, read_source
+from sidecar.config.yaml_file import ANY_NAME, ConfigError, FieldPath, Source, explain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -91,17 +91,15 @@ class Config(Section):
 def load(path: str | Path | None, *, environment: Mapping[str, str] | None = None) -> Config:
     """Read and check a configuration file; the defaults where `path` is None.
 
-    Raises:
-        ConfigError: the file cannot be read, or something in it must be fixed.
+    Raises `ConfigError`: the file cannot be read, or something in it must be fixed.
     """
     if path is None:
         return Config()
     try:
         text = Path(path).read_text("utf-8")
     except FileNotFoundError as error:
-        raise ConfigError(
-            [f"{path}: no such file; configs/default.yaml is one to start from"]
-        ) from error
+        problem = f"{path}: no such file; configs/default.yaml is one to start from"
+        raise ConfigError([problem]) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"{path}: cannot be read: {error}"]) from error
     return loads(text, name=str(path), environment=environment).read_from(Path(path))
@@ -111,7 +109,7 @@ def loads(
     text: str, *, name: str = "configuration", environment: Mapping[str, str] | None = None
 ) -> Config:
     """Check a configuration given as YAML text. Raises `ConfigError`."""
-    source = read_source(text, name, environment)
+    source = Source(text, name, os.environ if environment is None else environment)
     # A section that is written but left empty (`host:`) means its defaults.
     values = {key: value for key, value in source.values.items() if value is not None}
     try:
@@ -155,9 +153,7 @@ def _or_variable(value: dict[str, Any]) -> dict[str, Any]:
     """Let a value that is not free text also be an environment variable."""
     if value.get("type") == "object" or (value.get("type") == "string" and "enum" not in value):
         return value
-    about: dict[str, Any] = {
-        key: value[key] for key in ("title", "description", "default") if key in value
-    }
-    rules = {key: rule for key, rule in value.items() if key not in about}
-    alternatives = rules["anyOf"] if set(rules) == {"anyOf"} else [rules]
+    texts = ("title", "description", "default")
+    about: dict[str, Any] = {key: value.pop(key) for key in texts if key in value}
+    alternatives = value["anyOf"] if set(value) == {"anyOf"} else [value]
     return {**about, "anyOf": [*alternatives, {"type": "string", "pattern": r"\$\{"}]}

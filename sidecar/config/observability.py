@@ -6,15 +6,29 @@ Invariant: events, which contain prompts, leave the machine only encrypted, for 
 from __future__ import annotations
 
 import ipaddress
-import re
-from typing import Final, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from sidecar.config.secret_files import read_secret
-from sidecar.config.types import AbsolutePath, Count, Endpoint, Flag, Secret, Section, Size
+from sidecar.config.types import (
+    AbsolutePath,
+    Count,
+    Endpoint,
+    Flag,
+    Secret,
+    Section,
+    Size,
+    matching,
+)
 
-_PUBLIC_KEY: Final = re.compile(r"^[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}$")
+PublicKey = Annotated[
+    str,
+    matching(
+        r"^[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}$",
+        "is no public CURVE key, which has 40 characters of Z85",
+    ),
+]
 
 
 def is_loopback(host: str) -> bool:
@@ -75,16 +89,8 @@ class EventsSettings(Section):
     """Batches queued for one subscriber; further ones are dropped for it, and counted."""
     curve_secret_key_file: AbsolutePath | None = None
     """File with this side's CURVE key, for TCP; `kvlake keygen` creates it."""
-    subscribers: tuple[str, ...] = Field(default=(), max_length=256, strict=False)
+    subscribers: tuple[PublicKey, ...] = Field(default=(), max_length=256, strict=False)
     """Public CURVE keys of the allowed subscribers over TCP."""
-
-    @field_validator("subscribers")
-    @classmethod
-    def _keys(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for key in value:
-            if not _PUBLIC_KEY.match(key):
-                raise ValueError(f"{key!r} is no public CURVE key, which has 40 characters of Z85")
-        return value
 
     @model_validator(mode="after")
     def _needs_keys(self) -> EventsSettings:
@@ -97,17 +103,17 @@ class EventsSettings(Section):
                 raise ValueError(
                     "curve_secret_key_file without subscribers admits nobody; list their keys"
                 )
-        elif self.subscribers:
+            return self
+        if self.subscribers:
             raise ValueError(
                 "subscribers need a CURVE key of this side: run `kvlake keygen --out FILE` and set "
                 "events.curve_secret_key_file: FILE"
             )
         for name, place in over_tcp.items():
-            if self.curve_secret_key_file is None:
-                raise ValueError(
-                    f"{name}={place} can be reached by every user of this machine at least, who "
-                    "could read prompts; use `ipc`, or give curve_secret_key_file and subscribers"
-                )
+            raise ValueError(
+                f"{name}={place} can be reached by every user of this machine at least, who could "
+                "read prompts; use `ipc`, or give curve_secret_key_file and subscribers"
+            )
         return self
 
     def secret_key(self) -> str:

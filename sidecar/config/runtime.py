@@ -6,21 +6,18 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 from pydantic import Field, field_validator, model_validator
 
-from sidecar.config.types import AbsolutePath, Count, Flag, Section
+from sidecar.config.types import NAME_PATTERN, AbsolutePath, Count, Flag, Section, matching
 
 SOCKET_PATH_BYTES_MAX: Final = 107
 """What `struct sockaddr_un` holds on Linux, less the closing zero."""
 
 UID_MAX: Final = (1 << 32) - 1
 OVERFLOW_UID: Final = 65_534
-
-_NAME: Final = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
 
 
 def default_runtime_directory() -> Path:
@@ -36,21 +33,17 @@ class RuntimeSettings(Section):
 
     directory: AbsolutePath = Field(default_factory=default_runtime_directory)
     """Absolute directory for sockets; created with mode 0700."""
-    name: str = "default"
+    name: Annotated[
+        str,
+        matching(
+            NAME_PATTERN, "cannot name a directory; use 1 to 64 letters, digits, '.', '_' or '-'"
+        ),
+    ] = "default"
     """Name of this sidecar; two on one node need two names."""
     allow_uids: tuple[Count, ...] = Field(default=(), max_length=256, strict=False)
     """User ids whose engines are served, beside the sidecar's own user and root."""
     strict_parents: Flag = True
     """Refuse a directory below one that other users can write to. Off for a volume of one pod."""
-
-    @field_validator("name")
-    @classmethod
-    def _plain(cls, value: str) -> str:
-        if not _NAME.match(value):
-            raise ValueError(
-                f"{value!r} cannot name a directory; use 1 to 64 letters, digits, '.', '_' or '-'"
-            )
-        return value
 
     @field_validator("allow_uids")
     @classmethod
@@ -89,21 +82,6 @@ class RuntimeSettings(Section):
     def attach_path(self) -> Path:
         """Unix socket on which engines attach."""
         return self.home / "attach.sock"
-
-    @property
-    def jobs_path(self) -> Path:
-        """Socket behind the ZMQ endpoint that carries jobs."""
-        return self.home / "jobs.sock"
-
-    @property
-    def events_path(self) -> Path:
-        """Socket behind the ZMQ endpoint that publishes events."""
-        return self.home / "events.sock"
-
-    @property
-    def replay_path(self) -> Path:
-        """Socket behind the ZMQ endpoint that replays them."""
-        return self.home / "replay.sock"
 
     @property
     def engine_events(self) -> tuple[str, str]:

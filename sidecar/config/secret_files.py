@@ -22,8 +22,7 @@ class SecretFileError(Exception):
 def read_secret(path: Path, setting: str) -> str:
     """The secret in a file, without surrounding white space. `setting` names it in errors.
 
-    Raises:
-        SecretFileError: it is missing, empty or too large, or others can read or write it.
+    Raises `SecretFileError`: it is missing, empty or too large, or others can read or write it.
     """
     place = f"{setting}={path}"
     try:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import Field, PlainSerializer, field_validator, model_validator
 
-from sidecar.config.masking import mask_url, masked, secrets_in, secrets_of_url
 from sidecar.config.types import (
     Count,
     Duration,
@@ -29,6 +28,7 @@ from sidecar.config.types import (
     WriteMode,
 )
 from sidecar.config.units import format_duration
+from sidecar.redaction import mask_url, masked
 from tiers.store.access import (
     CONNECT_SECONDS_DEFAULT,
     READ_SECONDS_DEFAULT,
@@ -176,7 +176,7 @@ class PriceSettings(Section):
 class StoreSettings(Section):
     """The object store tier, shared by every sidecar with the same place."""
 
-    url: Annotated[str, PlainSerializer(mask_url, when_used="json")]
+    url: Annotated[str, Field(repr=False), PlainSerializer(mask_url, when_used="json")]
     """Where chunks go: s3://bucket, gs://bucket, az://container, file:///directory."""
     backend: Literal["auto", "fsspec", "obstore"] = "auto"
     """Client: obstore if possible (s3://, gs://, az:// without storage_options), else fsspec."""
@@ -272,7 +272,7 @@ class StoreSettings(Section):
         return trimmed
 
     @model_validator(mode="after")
-    def _graceful(self) -> StoreSettings:
+    def _consistent(self) -> StoreSettings:
         least = self.refresh_seconds + self.deadline_seconds_max
         if self.gc.grace <= least:
             raise ValueError(
@@ -280,14 +280,9 @@ class StoreSettings(Section):
                 f"{format_duration(least)} after it was withdrawn (refresh_seconds and "
                 "deadline_seconds_max together); raise gc.grace"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _reachable(self) -> StoreSettings:
         try:
-            check(
-                self.url, self.access, chosen_backend(self.url, self.access, self.storage_options)
-            )
+            backend = chosen_backend(self.url, self.access, self.storage_options)
+            check(self.url, self.access, backend)
         except AccessError as error:
             raise ValueError(str(error)) from error
         return self
@@ -295,9 +290,8 @@ class StoreSettings(Section):
     def secrets(self) -> set[str]:
         """Every value that must not be shown."""
         found = {str(value) for value in self.access.credentials.secrets().values()}
-        for url in (self.url, self.endpoint, self.proxy):
-            found |= secrets_of_url(url or "")
-        return found | secrets_in(self.storage_options)
+        masked([self.url, self.endpoint, self.proxy, self.storage_options], found)
+        return found
 
     @property
     def access(self) -> Access:
@@ -309,10 +303,7 @@ class StoreSettings(Section):
             region=self.region,
             account=self.account,
             credentials=Credentials(**self.credentials.model_dump()),
-            tls=Tls(
-                ca_file=None if self.tls.ca_file is None else str(self.tls.ca_file),
-                verify=self.tls.verify,
-            ),
+            tls=Tls(str(self.tls.ca_file or "") or None, self.tls.verify),
             proxy=self.proxy,
             connect_seconds_max=self.connect_timeout,
             read_seconds_max=self.read_timeout,
@@ -332,8 +323,3 @@ class StoreSettings(Section):
         if self.size_max is not None and num_bytes > beyond * self.size_max:
             return False
         return self.objects_max is None or objects <= beyond * self.objects_max
-
-    def __repr_args__(self) -> Any:
-        """Mask the password of the URL in tracebacks and log lines."""
-        for name, value in super().__repr_args__():
-            yield name, mask_url(value) if name == "url" and isinstance(value, str) else value

@@ -6,16 +6,13 @@ Invariant: no cache salt is in a `repr`, or in the output of `kvlake config show
 from __future__ import annotations
 
 import re
-from typing import Final
 
 from pydantic import Field, field_validator, model_validator
 
-from sidecar.config.types import Count, Duration, Secret, Section, Size
+from sidecar.config.types import NAME_PATTERN, Count, Duration, Secret, Section, Size
 from sidecar.core import tenants
 from sidecar.core.tenants import OTHER, UNSALTED, TenantRules
 from sidecar.protocol import tenant_id
-
-_NAME: Final = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
 
 
 class QuotaSettings(Section):
@@ -75,7 +72,7 @@ class TenantsSettings(Section):
     def _distinct(cls, value: dict[str, NamedTenantSettings]) -> dict[str, NamedTenantSettings]:
         owners: dict[bytes, str] = {}
         for name, tenant in value.items():
-            if not _NAME.match(name) or name in (UNSALTED, OTHER):
+            if not re.match(NAME_PATTERN, name) or name in (UNSALTED, OTHER):
                 raise ValueError(
                     f"{name!r} cannot name a tenant; use 1 to 64 letters, digits, '.', '_' or "
                     f"'-', other than {UNSALTED!r} and {OTHER!r}"

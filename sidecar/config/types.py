@@ -10,7 +10,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, cast
+from typing import Annotated, Final, Literal, cast
 
 from pydantic import (
     AfterValidator,
@@ -24,7 +24,6 @@ from pydantic import (
     WithJsonSchema,
 )
 
-from sidecar.config.masking import mask_url
 from sidecar.config.units import (
     DURATION_PATTERN,
     SIZE_PATTERN,
@@ -33,10 +32,10 @@ from sidecar.config.units import (
     parse_duration,
     parse_size,
 )
-from sidecar.redaction import MASK
+from sidecar.redaction import MASK, mask_url
 
 NODE_MAX: Final = 1023
-_TCP: Final = re.compile(r"^tcp://(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9.*-]+):[0-9]{1,5}$")
+NAME_PATTERN: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 _HTTP_PATTERN: Final = r"^https?://[^/]"
 
 
@@ -91,13 +90,15 @@ def _absolute(value: Path) -> Path:
     return value
 
 
-def _endpoint(value: str) -> str:
-    if value != "ipc" and not _TCP.match(value):
-        raise ValueError(
-            f"{value!r} is no endpoint; write ipc, or tcp://ADDRESS:PORT such as "
-            "tcp://127.0.0.1:9322"
-        )
-    return value
+def matching(pattern: str, problem: str) -> AfterValidator:
+    """Text that matches; if it does not, the error is the value and then `problem`."""
+
+    def check(value: str) -> str:
+        if not re.match(pattern, value):
+            raise ValueError(f"{value!r} {problem}")
+        return value
+
+    return AfterValidator(check)
 
 
 def _http_url(value: str) -> str:
@@ -108,21 +109,22 @@ def _http_url(value: str) -> str:
     return value
 
 
-def _one_of(*schemas: dict[str, Any]) -> WithJsonSchema:
-    return WithJsonSchema({"anyOf": [*schemas]})
+def _number_or(number: str, pattern: str) -> WithJsonSchema:
+    text = {"type": "string", "pattern": pattern}
+    return WithJsonSchema({"anyOf": [{"type": number, "minimum": 0}, text]})
 
 
 Size = Annotated[
     int,
     BeforeValidator(parse_size),
     PlainSerializer(format_size, return_type=str, when_used="json"),
-    _one_of({"type": "integer", "minimum": 0}, {"type": "string", "pattern": SIZE_PATTERN}),
+    _number_or("integer", SIZE_PATTERN),
 ]
 Duration = Annotated[
     float,
     BeforeValidator(parse_duration),
     PlainSerializer(format_duration, return_type=str, when_used="json"),
-    _one_of({"type": "number", "minimum": 0}, {"type": "string", "pattern": DURATION_PATTERN}),
+    _number_or("number", DURATION_PATTERN),
 ]
 FilePath = Annotated[
     Path,
@@ -142,7 +144,13 @@ SecretText = Annotated[
     PlainSerializer(lambda _: MASK, return_type=str, when_used="json-unless-none"),
 ]
 """As `Secret`, for libraries that take secrets as text."""
-Endpoint = Annotated[str, AfterValidator(_endpoint)]
+Endpoint = Annotated[
+    str,
+    matching(
+        r"^(ipc$|tcp://(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9.*-]+):[0-9]{1,5}$)",
+        "is no endpoint; write ipc, or tcp://ADDRESS:PORT such as tcp://127.0.0.1:9322",
+    ),
+]
 HttpUrl = Annotated[
     str,
     AfterValidator(_http_url),
@@ -163,13 +171,17 @@ Nodes = Annotated[
     Literal["auto", "off"] | tuple[int, ...],
     PlainValidator(_nodes),
     PlainSerializer(lambda nodes: nodes, return_type=str | tuple[int, ...], when_used="json"),
-    _one_of(
-        {"enum": ["auto", "off", False]},
+    WithJsonSchema(
         {
-            "type": "array",
-            "minItems": 1,
-            "uniqueItems": True,
-            "items": {"type": "integer", "minimum": 0, "maximum": NODE_MAX},
-        },
+            "anyOf": [
+                {"enum": ["auto", "off", False]},
+                {
+                    "type": "array",
+                    "minItems": 1,
+                    "uniqueItems": True,
+                    "items": {"type": "integer", "minimum": 0, "maximum": NODE_MAX},
+                },
+            ]
+        }
     ),
 ]

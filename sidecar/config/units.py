@@ -35,13 +35,7 @@ def parse_size(value: object) -> int:
 
     Raises `ValueError`.
     """
-    units = {name.lower(): factor for name, factor in SIZE_UNITS.items()}
-    size_bytes = _number(value.lower() if isinstance(value, str) else value, units)
-    if size_bytes is None:
-        raise ValueError(
-            f"{value!r} is not a size; write a number and one of {', '.join(SIZE_UNITS)}, "
-            'such as "8GiB"'
-        )
+    size_bytes = _parse(value, "size", SIZE_UNITS, "8GiB")
     if not 0 <= size_bytes <= SIZE_BYTES_MAX or size_bytes != int(size_bytes):
         raise ValueError(
             f"{value!r} is not a size; it must be a whole number of bytes from 0 to "
@@ -55,12 +49,7 @@ def parse_duration(value: object) -> float:
 
     Raises `ValueError`.
     """
-    seconds = _number(value, DURATION_UNITS)
-    if seconds is None:
-        raise ValueError(
-            f"{value!r} is not a duration; write a number and one of "
-            f'{", ".join(DURATION_UNITS)}, such as "500ms"'
-        )
+    seconds = _parse(value, "duration", DURATION_UNITS, "500ms")
     if not 0 <= seconds <= DURATION_SECONDS_MAX:
         raise ValueError(
             f"{value!r} is not a duration; it must be from 0 to {DURATION_SECONDS_MAX} s"
@@ -68,14 +57,21 @@ def parse_duration(value: object) -> float:
     return float(seconds)
 
 
-def _number(value: object, units: Mapping[str, float]) -> float | None:
-    """A number times its unit; None if it is neither a number nor a number with a known unit."""
+def _parse(value: object, kind: str, units: Mapping[str, float], example: str) -> float:
+    """A number times its unit. Raises `ValueError` unless it is a number, or one with a unit."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return value
     match = _TEXT.fullmatch(value) if isinstance(value, str) else None
-    if match is None or (match[2] and match[2] not in units):
-        return None
-    return float(match[1]) * units.get(match[2], 1)
+    factors, unit = {"": 1.0, **units}, match[2] if match is not None else ""
+    if kind == "size":
+        # In any case: no two units of a size differ in case alone.
+        factors, unit = {name.lower(): factors[name] for name in factors}, unit.lower()
+    if match is None or unit not in factors:
+        raise ValueError(
+            f"{value!r} is not a {kind}; write a number and one of {', '.join(units)}, "
+            f'such as "{example}"'
+        )
+    return float(match[1]) * factors[unit]
 
 
 def format_size(size_bytes: int) -> str:

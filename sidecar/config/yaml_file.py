@@ -10,18 +10,14 @@ a password of a URL, a value below a setting of `_OPAQUE`, or a value whose name
 from __future__ import annotations
 
 import difflib
-import os
 import re
-from collections import Counter
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 import yaml
-from yaml.composer import ComposerError
 from yaml.parser import ParserError
 
-from sidecar.config.masking import mask_url
 from sidecar.config.units import format_size
+from sidecar.redaction import mask_url
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -51,6 +47,7 @@ ANY_NAME: Final = "*"
 """Stands in a path for the names that a mapping's owner chose."""
 _BOOLEANS: Final = "; YAML reads yes, no, on and off as booleans"
 _MERGE_TAG: Final = "tag:yaml.org,2002:merge"
+_TEXT_TAG: Final = "tag:yaml.org,2002:str"
 
 
 class ConfigError(Exception):
@@ -61,74 +58,95 @@ class ConfigError(Exception):
         self.problems = tuple(problems)
 
 
-@dataclass(frozen=True, slots=True)
 class Source:
-    """A file's values and its YAML nodes. `name` is what messages call the file."""
+    """A YAML file: the values of its settings, and their lines. `name` is what messages call it.
 
-    name: str
-    root: yaml.Node | None = None
-    values: dict[str, object] = field(default_factory=dict[str, object])
+    `${NAME}` and `${NAME:-default}` in its strings are expanded, and `$$` stands for one dollar
+    sign. Keys are not expanded.
+    """
+
+    def __init__(self, text: str, name: str, environment: Mapping[str, str]) -> None:
+        """Raises `ConfigError`: bad YAML, a key that is given twice, or an unset variable."""
+        self.name = name
+        self._environment = environment
+        self._lines: dict[FieldPath, int] = {}
+        self._problems: list[str] = []
+        value: object = {}
+        try:
+            loader = yaml.SafeLoader(text)
+            root = loader.get_single_node()
+            if root is not None:
+                self._lines[()] = root.start_mark.line + 1
+                self._visit(root, (), set())
+                value = loader.construct_document(root)
+        except yaml.MarkedYAMLError as error:
+            raise ConfigError([_yaml_problem(name, error)]) from error
+        except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:
+            # PyYAML lets errors of conversions through: ValueError for 2001-13-45, KeyError for
+            # !!bool.
+            raise ConfigError(
+                [f"{name}: not YAML: a value is not what it looks like ({error}); put it in quotes"]
+            ) from error
+        if not isinstance(value, dict):
+            self._problems = [
+                f"{self.where(())}: expected sections such as `host:`, not a bare value"
+            ]
+        if self._problems:
+            raise ConfigError(self._problems)
+        self.values = cast("dict[str, object]", value)
 
     def where(self, path: FieldPath) -> str:
         """`file:line` of the innermost part of `path` that the file has."""
-        place, node = self.name, self.root
-        for part in path:
-            children: dict[str, tuple[yaml.Node, yaml.Node]] = {}
-            if isinstance(node, yaml.MappingNode):
-                children = {str(key.value): (key, value) for key, value in node.value}
-            elif isinstance(node, yaml.SequenceNode):
-                children = {str(index): (item, item) for index, item in enumerate(node.value)}
-            if str(part) not in children:
-                break
-            named, node = children[str(part)]
-            place = f"{self.name}:{named.start_mark.line + 1}"
-        return place
+        lines = (self._lines.get(path[:end]) for end in range(len(path), -1, -1))
+        return f"{self.name}:{next(filter(None, lines), 1)}"
 
+    def _visit(self, node: yaml.Node, path: FieldPath, visited: set[int]) -> None:
+        """Note the lines of settings, and expand variables; once, where an anchor has aliases."""
+        if id(node) in visited:
+            return
+        visited.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            names: set[str] = set()
+            for key, value in node.value:
+                if key.tag == _MERGE_TAG:
+                    self._visit(value, path, visited)
+                    continue
+                key.tag, name = _TEXT_TAG, str(key.value)
+                inner = (*path, name)
+                self._lines[inner] = key.start_mark.line + 1
+                if name in names:
+                    problem = f"{self.where(inner)}: {dotted(inner)} is given twice"
+                    self._problems.append(f"{problem}; keep one of the two")
+                names.add(name)
+                self._visit(value, inner, visited)
+        elif isinstance(node, yaml.SequenceNode):
+            for index, item in enumerate(node.value):
+                inner = (*path, index)
+                self._lines[inner] = item.start_mark.line + 1
+                self._visit(item, inner, visited)
+        elif node.tag == _TEXT_TAG:
+            node.value = _VARIABLE.sub(lambda match: self._expanded(match, path), node.value)
 
-class _Loader(yaml.SafeLoader):
-    """Refuses a key that is given twice."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        keys = [key for key, _ in node.value if key.tag != _MERGE_TAG]
-        counts = Counter(str(key.value) for key in keys)
-        for key in reversed(keys):
-            if counts[str(key.value)] > 1:
-                raise ComposerError(
-                    None, None, f"{key.value} is given twice; keep one of the two", key.start_mark
-                )
-        return node
-
-
-def read_source(text: str, name: str, environment: Mapping[str, str] | None = None) -> Source:
-    """Parse YAML and expand `${NAME}` and `${NAME:-default}` in its strings.
-
-    `$$` stands for one dollar sign. Keys are not expanded.
-
-    Raises:
-        ConfigError: for bad YAML, a key that is given twice, or an unset variable without default.
-    """
-    try:
-        loader = _Loader(text)
-        root = loader.get_single_node()
-        value: object = {} if root is None else loader.construct_document(root)
-    except yaml.MarkedYAMLError as error:
-        raise ConfigError([_yaml_problem(name, error)]) from error
-    except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:
-        # PyYAML lets errors of conversions through: ValueError for 2001-13-45, KeyError for !!bool.
-        raise ConfigError(
-            [f"{name}: not YAML: a value is not what it looks like ({error}); put it in quotes"]
-        ) from error
-    source = Source(name, root)
-    if not isinstance(value, dict):
-        place = f"{name}:{root.start_mark.line + 1}" if root else name
-        raise ConfigError([f"{place}: expected sections such as `host:`, not a bare value"])
-    problems: list[str] = []
-    variables = os.environ if environment is None else environment
-    expanded = _expand(cast("object", value), (), source, variables, problems)
-    if problems:
-        raise ConfigError(problems)
-    return Source(name, root, cast("dict[str, object]", expanded))
+    def _expanded(self, match: re.Match[str], path: FieldPath) -> str:
+        if match[0] == "$$":
+            return "$"
+        if match["bad"]:
+            problem = (
+                "`${` starts no variable; write ${NAME} or ${NAME:-default}, or $$ for a dollar "
+                "sign"
+            )
+        else:
+            name, found = match["name"], self._environment.get(match["name"])
+            # As in a shell, `:-` also covers a variable that is set but empty.
+            if match["default"] is not None:
+                return found or match["default"]
+            if found is not None:
+                return found
+            problem = (
+                f"environment variable {name} is not set; set it, or write ${{{name}:-default}}"
+            )
+        self._problems.append(f"{self.where(path)}: {dotted(path)}: {problem}")
+        return ""
 
 
 def _yaml_problem(name: str, error: yaml.MarkedYAMLError) -> str:
@@ -143,51 +161,6 @@ def _yaml_problem(name: str, error: yaml.MarkedYAMLError) -> str:
     elif isinstance(error, ParserError) and "${" in ((mark and mark.buffer) or ""):
         hint = '; between braces, a variable needs quotes: "${NAME}"'
     return f"{where}: not YAML: {said or error}{hint}"
-
-
-def _expand(
-    value: object,
-    path: FieldPath,
-    source: Source,
-    environment: Mapping[str, str],
-    problems: list[str],
-) -> object:
-    if isinstance(value, dict):
-        items = cast("dict[object, object]", value)
-        return {
-            str(key): _expand(item, (*path, str(key)), source, environment, problems)
-            for key, item in items.items()
-        }
-    if isinstance(value, list):
-        return [
-            _expand(item, (*path, index), source, environment, problems)
-            for index, item in enumerate(cast("list[object]", value))
-        ]
-    if not isinstance(value, str) or "$" not in value:
-        return value
-
-    def replace(match: re.Match[str]) -> str:
-        if match[0] == "$$":
-            return "$"
-        if match["bad"]:
-            problem = (
-                "`${` starts no variable; write ${NAME} or ${NAME:-default}, or $$ for a dollar "
-                "sign"
-            )
-        else:
-            name, found = match["name"], environment.get(match["name"])
-            # As in a shell, `:-` also covers a variable that is set but empty.
-            if match["default"] is not None:
-                return found or match["default"]
-            if found is not None:
-                return found
-            problem = (
-                f"environment variable {name} is not set; set it, or write ${{{name}:-default}}"
-            )
-        problems.append(f"{source.where(path)}: {dotted(path)}: {problem}")
-        return ""
-
-    return _VARIABLE.sub(replace, value)
 
 
 def dotted(path: FieldPath) -> str:
@@ -223,9 +196,8 @@ def explain(error: ErrorDetails, source: Source, names: Mapping[FieldPath, Seque
     plain = isinstance(value, str | int | float) and _OPAQUE.isdisjoint(path)
     if error["type"] == "value_error" or not plain:
         return f"{place}: {message}"
-    return (
-        f"{place}={mask_url(repr(value))}: {message[:1].lower()}{message[1:]}{_hint(error, value)}"
-    )
+    lowered = message[:1].lower() + message[1:]
+    return f"{place}={mask_url(repr(value))}: {lowered}{_hint(error, value)}"
 
 
 def _hint(error: ErrorDetails, value: object) -> str:

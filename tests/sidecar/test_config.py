@@ -133,7 +133,7 @@ def test_every_problem_is_reported_at_once() -> None:
         ("- host", "f.yaml:1: expected sections such as `host:`"),
         (
             "host: {size: 1GiB}\nhost: {size: 2GiB}",
-            "f.yaml:2:1: not YAML: host is given twice",
+            "f.yaml:2: host is given twice; keep one of the two",
         ),
         ("store: {url: ${BUCKET}}", 'a variable needs quotes: "${NAME}"'),
         ("a: !!python/object/apply:os.getcwd []", "f.yaml:1"),
@@ -154,7 +154,7 @@ def test_bad_yaml_is_reported_with_its_line(text: str, said: str) -> None:
 
 def test_a_key_that_is_given_twice_is_no_unquoted_variable() -> None:
     said = problem("store: {url: '${BUCKET:-s3://b}'}\nhost: {size: 1GiB}\nhost:\n")
-    assert said == "f.yaml:3:1: not YAML: host is given twice; keep one of the two"
+    assert said == "f.yaml:3: host is given twice; keep one of the two"
 
 
 def test_a_merged_mapping_may_be_overridden() -> None:
@@ -257,7 +257,7 @@ def test_a_config_is_frozen() -> None:
 def test_sockets_are_in_the_runtime_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = RuntimeSettings(directory=Path("/run/kvlake"), name="a")
     assert runtime.attach_path == Path("/run/kvlake/a/attach.sock")
-    assert runtime.jobs_path.parent == runtime.home
+    assert runtime.attach_path.parent == runtime.home
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     assert RuntimeSettings().directory == Path(f"/tmp/kvlake-{os.getuid()}")
 

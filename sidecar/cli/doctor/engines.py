@@ -96,18 +96,16 @@ def _state(place: str) -> str:
 
 
 def _names(owners: Mapping[str, Sequence[str]]) -> Check:
-    about = "packages"
     for package in PACKAGES:
-        others = sorted(set(owners[package]) - {DISTRIBUTION})
-        if others:
+        if others := sorted(set(owners[package]) - {DISTRIBUTION}):
             return failed(
-                about,
+                "packages",
                 f"`{package}` is also a package of {', '.join(others)}, and each may replace the "
                 "other's files",
                 f"pip uninstall {' '.join(others)}, then install kvlake again, or give each an "
                 "environment of its own",
             )
-    return passed(about, f"{', '.join(PACKAGES)} are kvlake's alone")
+    return passed("packages", f"{', '.join(PACKAGES)} are kvlake's alone")
 
 
 def _vllm(distributions: Sequence[str]) -> Check:
@@ -151,16 +149,14 @@ def _command(config: Config, command: Sequence[str]) -> Check:
 
 
 def _chunks(config: Config) -> Check:
-    tokens = own_chunk_tokens(config)
+    about, tokens = "chunk.tokens", own_chunk_tokens(config)
     if tokens is None:
-        text = "256, or as many as whole blocks of the engine have"
-        return passed("chunk.tokens", text)
+        return passed(about, "256, or as many as whole blocks of the engine have")
     if tokens % BLOCK_TOKENS_STEP:
         return warning(
-            "chunk.tokens",
+            about,
             f"{tokens} is not a multiple of {BLOCK_TOKENS_STEP}, so it is one of no block size",
             "leave it out, or choose a multiple of the engine's block size",
         )
     text = f"{tokens}; it must be a multiple of the engine's block size"
-    asked = f"kvlake doctor{config.option} -- vllm serve ..."
-    return passed("chunk.tokens", text, f"`{asked}` checks it")
+    return passed(about, text, f"`kvlake doctor{config.option} -- vllm serve ...` checks it")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
+import functools
 from dataclasses import dataclass
+from typing import Final
 
 
 class CheckResult(enum.StrEnum):
@@ -28,16 +30,6 @@ class Check:
         return f"{line}; {self.remedy}" if self.remedy else line
 
 
-def passed(about: str, found: str, remedy: str = "") -> Check:
-    """A check that passed."""
-    return Check(CheckResult.PASS, about, found, remedy)
-
-
-def warning(about: str, found: str, remedy: str = "") -> Check:
-    """A check that found something to know."""
-    return Check(CheckResult.WARN, about, found, remedy)
-
-
-def failed(about: str, found: str, remedy: str = "") -> Check:
-    """A check that found something to fix."""
-    return Check(CheckResult.FAIL, about, found, remedy)
+passed: Final = functools.partial(Check, CheckResult.PASS)
+warning: Final = functools.partial(Check, CheckResult.WARN)
+failed: Final = functools.partial(Check, CheckResult.FAIL)

@@ -5,6 +5,7 @@ A GPU is used for a moment, with a context of its own.
 
 from __future__ import annotations
 
+import itertools
 import resource
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -24,7 +25,30 @@ _SCRATCH_BYTES: Final = 1 << 20
 
 def gpu_findings(config: Config) -> list[Check]:
     """Every check for engines on GPUs."""
-    return [_locked_memory(config), _namespaces(), *_gpus()]
+    found = [_locked_memory(config)]
+    # For comparison with the engine's: they cannot be checked from here.
+    names = [Path(f"/proc/self/ns/{kind}").readlink().name for kind in ("ipc", "pid")]
+    found.append(passed("namespaces", f"{' '.join(names)}, and GPU engines must be in the same"))
+    try:
+        driver = Driver()
+        count = int(driver.call("cuDeviceGetCount"))
+    except CudaFailed as error:
+        return [*found, warning("GPUs", str(error), "nothing to do for engines on CPUs")]
+    found.append(passed("GPUs", f"{count}, driver API {driver.call('cuDriverGetVersion')}"))
+    for ordinal in range(count):
+        try:
+            found += _gpu(driver, ordinal)
+        except CudaFailed as error:
+            found.append(failed(f"GPU {ordinal}", str(error)))
+    if count > 1:
+        pairs = [
+            (one, other)
+            for one, other in itertools.permutations(range(count), 2)
+            if not driver.call("cuDeviceCanAccessPeer", one, other)
+        ]
+        # For information: each worker's memory is mapped on its own device.
+        found.append(passed("peer access", f"missing between {pairs or 'none'}"))
+    return found
 
 
 def _locked_memory(config: Config) -> Check:
@@ -38,75 +62,46 @@ def _locked_memory(config: Config) -> Check:
     )
 
 
-def _namespaces() -> Check:
-    # For comparison with the engine's: they cannot be checked from here.
-    names = [Path(f"/proc/self/ns/{kind}").readlink().name for kind in ("ipc", "pid")]
-    return passed("namespaces", f"{' '.join(names)}, and GPU engines must be in the same")
-
-
-def _gpus() -> list[Check]:
-    try:
-        driver = Driver()
-        count = int(driver.call("cuDeviceGetCount"))
-    except CudaFailed as error:
-        return [warning("GPUs", str(error), "nothing to do for engines on CPUs")]
-    found = [passed("GPUs", f"{count}, driver API {driver.call('cuDriverGetVersion')}")]
-    for ordinal in range(count):
-        try:
-            found += _gpu(driver, ordinal)
-        except CudaFailed as error:
-            found.append(failed(f"GPU {ordinal}", str(error)))
-    if count > 1:
-        pairs = [
-            (one, other)
-            for one in range(count)
-            for other in range(count)
-            if one != other and not driver.call("cuDeviceCanAccessPeer", one, other)
-        ]
-        # For information: each worker's memory is mapped on its own device.
-        found.append(passed("peer access", f"missing between {pairs or 'none'}"))
-    return found
-
-
 def _gpu(driver: Driver, ordinal: int) -> list[Check]:
     about = f"GPU {ordinal} ({driver.name(ordinal)})"
     if " MIG " in f" {driver.name(ordinal)} ":
         return [failed(about, "a slice (MIG) cannot be shared", "use a whole GPU")]
-    found: list[Check] = []
-    for attribute, what in (
-        ("CAN_USE_64_BIT_STREAM_MEM_OPS", "fences written by streams"),
-        ("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED", "memory exported as descriptors (VMM)"),
-    ):
-        has = driver.attribute(attribute, ordinal)
-        found.append(_feature(about, what, "use a newer driver or device", has=bool(has)))
+    stream_writes = driver.attribute("CAN_USE_64_BIT_STREAM_MEM_OPS", ordinal)
+    exports = driver.attribute("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED", ordinal)
     device = Device(
         driver,
         driver.uuid(ordinal),
         to_device_bytes_max=_INFLIGHT_BYTES,
         to_host_bytes_max=_INFLIGHT_BYTES,
     )
+    newer = "use a newer driver or device"
+    features = (
+        ("fences written by streams", stream_writes, newer),
+        ("memory exported as descriptors (VMM)", exports, newer),
+        ("batch copies", device.batches, "use a driver of CUDA 12.8"),
+    )
     try:
-        batches = _feature(about, "batch copies", "use a driver of CUDA 12.8", has=device.batches)
-        found += [batches, _strided(device, about), _ipc(driver, about)]
+        return [
+            *(
+                passed(about, f"{what}: yes") if has else warning(about, f"{what}: no", remedy)
+                for what, has, remedy in features
+            ),
+            _strided(device, about),
+            _ipc(driver, about),
+        ]
     finally:
         device.close()
-    return found
-
-
-def _feature(about: str, what: str, remedy: str, *, has: bool) -> Check:
-    return passed(about, f"{what}: yes") if has else warning(about, f"{what}: no", remedy)
 
 
 def _strided(device: Device, about: str) -> Check:
-    rates = describe_rates(device.calibration)
     if not device.calibration.planes:
         reason = "; ".join(device.calibration.reasons)
         return warning(about, f"2D copies: no ({reason})", "nothing: batches do it")
-    rates_text = "; ".join(
+    rates = "; ".join(
         f"{name} {', '.join(f'{width} {rate}' for width, rate in one.items())}"
-        for name, one in rates.items()
+        for name, one in describe_rates(device.calibration).items()
     )
-    return passed(about, f"GB/s of runs at a distance, batch/2D: {rates_text}")
+    return passed(about, f"GB/s of runs at a distance, batch/2D: {rates}")
 
 
 def _ipc(driver: Driver, about: str) -> Check:

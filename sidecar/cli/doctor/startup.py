@@ -7,10 +7,10 @@ calls, too, and its error is shown unchanged.
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -36,27 +36,40 @@ if TYPE_CHECKING:
 STATUS_SECONDS_MAX: Final = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
-    """A sidecar that has this configuration's runtime directory."""
-
-    pid: int
-    """0 if it is not known."""
-    has_ports: bool
-    """Whether it answers at this configuration's HTTP address."""
-
-
 def startup_findings(config: Config) -> list[Check]:
     """What would keep `serve` from starting, in its order, and what it would warn about."""
     where = str(config.file or "built-in defaults; --config FILE names another")
+    runtime = config.runtime
+    about = f"runtime.directory {runtime.directory}"
     found = [passed("configuration", where)]
-    running = _directory(config, found)
+    pid, has_ports = 0, False
+    try:
+        runtimedir.check(
+            runtime.directory,
+            runtime.name,
+            shared=bool(runtime.allow_uids),
+            strict_parents=runtime.strict_parents,
+        )
+    except runtimedir.AlreadyServed as error:
+        pid = error.pid
+        line, has_ports = _running(config, pid)
+        found += [passed(about, "a sidecar has its sockets there"), line]
+    except StartError as error:
+        found.append(failed(about, str(error)))
+    else:
+        found.append(passed(about, "nobody else can replace what is in it"))
     found += _secrets(config)
-    if running is not None and running.has_ports:
+    if has_ports:
         found.append(passed("ports", "they are those of the sidecar that runs"))
     else:
         found += _ports(config)
-    found.append(_host(config, running))
+    about = f"host.directory {config.host.directory}"
+    owner = read_owner(lock_path_of(config.pool_path))
+    if pid and owner is not None and owner.pid == pid:
+        found.append(passed(about, "the sidecar that runs has its pool there"))
+    else:
+        good = f"there is room for host.size={config.host.size}, and nobody has that pool"
+        found.append(_checked(about, good, lambda: check_host(config)))
     short = shortages(config)
     found += [warning(one.about, one.found, one.remedy) for one in short]
     if not short:
@@ -73,83 +86,50 @@ def _checked(about: str, good: str, check: Callable[[], object]) -> Check:
     return passed(about, good)
 
 
-def _directory(config: Config, found: list[Check]) -> Running | None:
-    """Check the runtime directory; the sidecar that has it, if one runs."""
-    runtime = config.runtime
-    about = f"runtime.directory {runtime.directory}"
-    try:
-        runtimedir.check(
-            runtime.directory,
-            runtime.name,
-            shared=bool(runtime.allow_uids),
-            strict_parents=runtime.strict_parents,
-        )
-    except runtimedir.AlreadyServed as error:
-        found.append(passed(about, "a sidecar has its sockets there"))
-        running, line = _running(config, error.pid)
-        found.append(line)
-        return running
-    except StartError as error:
-        found.append(failed(about, str(error)))
-    else:
-        found.append(passed(about, "nobody else can replace what is in it"))
-    return None
+def _running(config: Config, pid: int) -> tuple[Check, bool]:
+    """The state of the sidecar that has the runtime directory, and whether it has the HTTP port.
 
-
-def _running(config: Config, pid: int) -> tuple[Running, Check]:
-    """Ask the sidecar that has the runtime directory for its status."""
+    `pid` is 0 if it is not known.
+    """
     about = f"sidecar {config.runtime.name}"
-    runs = f"it runs (pid {pid or 'unknown'})"
+    text = f"it runs (pid {pid or 'unknown'})"
     try:
         url = url_of(config)
         status = SidecarClient(url, STATUS_SECONDS_MAX, http_token(config)).get()
-    except SidecarNotReady as error:
-        return Running(pid, has_ports=True), warning(about, f"{runs}: {error}")
     except NoAnswer as error:
-        return Running(pid, has_ports=False), warning(about, f"{runs}: {error}")
+        return warning(about, f"{text}: {error}"), isinstance(error, SidecarNotReady)
     except StartError:
         # The line of that check says why.
-        text = f"{runs}; without the token of http.token_file it cannot be asked how it is"
-        return Running(pid, has_ports=False), warning(about, text)
+        unasked = "without the token of http.token_file it cannot be asked how it is"
+        return warning(about, f"{text}; {unasked}"), False
     if status.get("pid") != pid or status.get("name") != config.runtime.name:
-        text = f"{runs}, and {url} is that of another, {status.get('name')!r}"
-        return Running(pid, has_ports=False), warning(
-            about, text, "was it started with another http.port?"
-        )
-    return Running(pid, has_ports=True), _health(config, about, runs, status)
-
-
-def _health(config: Config, about: str, runs: str, status: dict[str, Any]) -> Check:
+        text += f", and {url} is that of another, {status.get('name')!r}"
+        return warning(about, text, "was it started with another http.port?"), False
     engines = {one.get("engine_id") for one in status.get("sessions", [])}
-    text = f"{runs}: {status.get('state')}, {len(engines)} engines attached"
+    text += f": {status.get('state')}, {len(engines)} engines attached"
     problems = [one.get("reason", one.get("code")) for one in status.get("problems", [])]
     if problems:
         remedy = f"`kvlake status{config.option}` says more"
-        return warning(about, f"{text}: {'; '.join(problems)}", remedy)
-    return passed(about, text)
+        return warning(about, f"{text}: {'; '.join(problems)}", remedy), True
+    return passed(about, text), True
 
 
 def _secrets(config: Config) -> list[Check]:
-    used = {
-        "http.token_file": (config.http.token_file, http_token),
-        "events.curve_secret_key_file": (
-            config.events.curve_secret_key_file if config.events.enabled else None,
-            events_key,
-        ),
-    }
+    http_file, events = config.http.token_file, config.events
+    events_file = events.curve_secret_key_file if events.enabled else None
     return [
-        _checked(f"{setting} {path}", "it is this user's alone", lambda: read(config))  # noqa: B023 (called at once)
-        for setting, (path, read) in used.items()
+        _checked(f"{setting} {path}", "it is this user's alone", functools.partial(read, config))
+        for setting, path, read in (
+            ("http.token_file", http_file, http_token),
+            ("events.curve_secret_key_file", events_file, events_key),
+        )
         if path is not None
     ]
 
 
 def _ports(config: Config) -> list[Check]:
     events = config.events
-    endpoints: dict[str, str] = {}
-    if events.enabled:
-        endpoints["events.endpoint"] = events.endpoint
-        endpoints["events.replay_endpoint"] = events.replay_endpoint
+    endpoints = {"endpoint": events.endpoint, "replay_endpoint": events.replay_endpoint}
     with contextlib.ExitStack() as held:
 
         def listen() -> None:
@@ -158,22 +138,12 @@ def _ports(config: Config) -> list[Check]:
 
         # All at the same time: two of them may be the same.
         found = [_checked(f"http.port {config.http.port}", "it is free", listen)]
-        for field, endpoint in endpoints.items():
-            if endpoint.startswith("tcp://"):
-                bind = bound(field, endpoint)
-                found.append(
-                    _checked(f"{field} {endpoint}", "it is free", lambda: held.enter_context(bind))  # noqa: B023 (called at once)
-                )
+        for name, endpoint in endpoints.items():
+            if events.enabled and endpoint.startswith("tcp://"):
+                field = f"events.{name}"
+                bind = functools.partial(held.enter_context, bound(field, endpoint))
+                found.append(_checked(f"{field} {endpoint}", "it is free", bind))
         return found
-
-
-def _host(config: Config, running: Running | None) -> Check:
-    about = f"host.directory {config.host.directory}"
-    owner = read_owner(lock_path_of(config.pool_path))
-    if running is not None and running.pid and owner is not None and owner.pid == running.pid:
-        return passed(about, "the sidecar that runs has its pool there")
-    good = f"there is room for host.size={config.host.size}, and nobody has that pool"
-    return _checked(about, good, lambda: check_host(config))
 
 
 async def store_finding(config: Config) -> Check:
@@ -205,21 +175,14 @@ def numa_finding(config: Config, root: Path = Path("/")) -> Check:
         return warning(about, placement.reason, remedy)
     if not placement.nodes:
         return passed(about, f"the pool is not placed: {placement.reason}")
-    text = f"new pages of the pool go to {_named(placement.nodes)}"
-    pages = _pages_of(config.pool_path)
-    if not pages:
-        return passed(about, text)
-    text += f"; of {sum(pages.values())} pages of the pool that is there, " + ", ".join(
-        f"{count} are on {_named((node,))}" for node, count in pages.items()
-    )
+    text = f"new pages of the pool go to node {', '.join(map(str, placement.nodes))}"
+    if pages := _pages_of(config.pool_path):
+        text += f"; of {sum(pages.values())} pages of the pool that is there, "
+        text += ", ".join(f"{count} are on node {node}" for node, count in pages.items())
     if set(pages) <= set(placement.nodes):
         return passed(about, text)
     remedy = f"stop the sidecar and run `kvlake pool remove{config.option}`"
     return warning(about, text, remedy)
-
-
-def _named(nodes: tuple[int, ...]) -> str:
-    return f"node{'s' if len(nodes) > 1 else ''} {', '.join(map(str, nodes))}"
 
 
 def _pages_of(path: Path) -> dict[int, int]:

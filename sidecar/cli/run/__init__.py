@@ -21,7 +21,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from sidecar.cli.console import CommandError, NotStarted, load_config
+from sidecar.cli.console import CommandError, NotStarted, Options, load_config
 from sidecar.cli.run.engine_command import check_command, with_events
 from sidecar.cli.run.supervised import (
     DRAIN_GRACE_SECONDS,
@@ -34,7 +34,6 @@ from sidecar.cli.run.supervised import (
 from sidecar.service.systemd import Notifier, without_notify
 
 if TYPE_CHECKING:
-    import argparse
     import socket
     from collections.abc import Sequence
     from pathlib import Path
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from sidecar.config.model import Config
 
 
-def main(options: argparse.Namespace) -> int:
+def main(options: Options) -> int:
     """Start both, and end with the engine's exit code."""
     config = load_config(options.config)
     return run(config, serve_command(options.config), options.command, optional=options.optional)
@@ -61,9 +60,7 @@ def run(
     """Start the sidecar with `serve`, then the engine with `command`; the engine's exit code.
 
     With `optional`, the engine is also started if the sidecar cannot be, which is then retried.
-
-    Raises:
-        CommandError: one of the two cannot be started; the other is stopped again.
+    Raises `CommandError` if one of the two cannot be started; the other is stopped again.
     """
     engine_command = with_events(check_command(command, config), config)
     sidecar = SupervisedSidecar(config, serve)
@@ -102,8 +99,7 @@ def _run_engine(
         while (code := engine.poll()) is None:
             notifier.alive()
             times = [seconds for seconds in (sidecar.watch(), beat) if seconds is not None]
-            readable, _, _ = select.select([wakeup], [], [], min(times, default=None))
-            if readable:
+            if select.select([wakeup], [], [], min(times, default=None))[0]:
                 for number in forwarded(wakeup):
                     engine.send_signal(number)
     finally:

@@ -21,12 +21,9 @@ if TYPE_CHECKING:
     from sidecar.config.model import Config
 
 CONNECTOR: Final = "KVLakeConnector"
-CHUNK_SETTING: Final = "chunk.tokens"
 TRANSFER_OPTION: Final = "--kv-transfer-config"
 EVENTS_OPTION: Final = "--kv-events-config"
 BLOCK_SIZE_OPTION: Final = "--block-size"
-FILE_OPTION: Final = "--config"
-"""Option of vLLM: a file of further options."""
 BLOCK_TOKENS_STEP: Final = 16
 """Every block size that vLLM chooses by itself is a multiple of this."""
 
@@ -34,8 +31,7 @@ BLOCK_TOKENS_STEP: Final = 16
 def check_command(command: Sequence[str], config: Config) -> list[str]:
     """The engine's command with the connector's options.
 
-    Raises:
-        CommandError: it cannot be started, or its engine would not be cached.
+    Raises `CommandError`: it cannot be started, or its engine would not be cached.
     """
     if not command:
         example = f"kvlake run{config.option} -- vllm serve MODEL"
@@ -58,7 +54,7 @@ def transfer_config(config: Config) -> dict[str, Any]:
     extra: dict[str, object] = {"socket": str(config.runtime.attach_path)}
     if (tokens := own_chunk_tokens(config)) is not None:
         extra["chunk_tokens"] = tokens
-        extra["chunk_tokens_from"] = CHUNK_SETTING
+        extra["chunk_tokens_from"] = "chunk.tokens"
     return {
         "kv_connector": CONNECTOR,
         "kv_role": "kv_both",
@@ -71,8 +67,7 @@ def transfer_config(config: Config) -> dict[str, Any]:
 def with_connector(command: Sequence[str], config: Config) -> list[str]:
     """The engine's command with the connector's options added, or merged into the user's own.
 
-    Raises:
-        CommandError: the command does not start vLLM, or has options that contradict.
+    Raises `CommandError`: it does not start vLLM, or has options that contradict.
     """
     wanted = transfer_config(config)
     shown = f"{TRANSFER_OPTION} '{json.dumps(wanted)}'"
@@ -91,13 +86,10 @@ def with_connector(command: Sequence[str], config: Config) -> list[str]:
             raise CommandError(f"{word}: give the whole of it as JSON instead: {shown}")
         if not equals and index + 1 == len(command):
             raise CommandError(f"{word} has no value; leave it out, or give {shown}")
-        merged = json.dumps(
-            _merged(given if equals else command[index + 1], wanted, shown, config.option)
-        )
-        if equals:
-            result[index] = f"{TRANSFER_OPTION}={merged}"
-        else:
-            result[index + 1] = merged
+        given = given if equals else command[index + 1]
+        merged = json.dumps(_merged(given, wanted, shown, config.option))
+        end = index + 1 if equals else index + 2
+        result[index:end] = [f"{TRANSFER_OPTION}={merged}"] if equals else [word, merged]
         return result
     return [*result, TRANSFER_OPTION, json.dumps(wanted)]
 
@@ -105,7 +97,7 @@ def with_connector(command: Sequence[str], config: Config) -> list[str]:
 def _merged(given: str, wanted: dict[str, Any], shown: str, option: str) -> dict[str, object]:
     """The user's own options, with the wanted ones where the user has none."""
     try:
-        own: object = json.loads(given)
+        own: Any = json.loads(given)
     except json.JSONDecodeError as error:
         raise CommandError(
             f"{TRANSFER_OPTION} is not JSON ({error}); leave it out, or give {shown}"
@@ -126,17 +118,17 @@ def _merged(given: str, wanted: dict[str, Any], shown: str, option: str) -> dict
             f"{TRANSFER_OPTION}: kv_connector_extra_config must be an object, as in {shown}"
         )
     own_extra = cast("dict[str, object]", extra)
-    wanted_extra = dict(wanted["kv_connector_extra_config"])
-    socket_path = own_extra.get("socket", wanted_extra["socket"])
-    if socket_path != wanted_extra["socket"]:
+    wanted_extra = wanted["kv_connector_extra_config"]
+    merged: dict[str, object] = wanted_extra | own_extra
+    if merged["socket"] != wanted_extra["socket"]:
         raise CommandError(
-            f"{TRANSFER_OPTION} names socket={socket_path!r}, but this sidecar listens on "
+            f"{TRANSFER_OPTION} names socket={merged['socket']!r}, but this sidecar listens on "
             f"{wanted_extra['socket']!r}; leave the socket out, or set runtime.directory and "
             "runtime.name in the sidecar's configuration"
         )
     if "chunk_tokens" in own_extra:
-        wanted_extra.pop("chunk_tokens_from", None)
-    return wanted | options | {"kv_connector_extra_config": wanted_extra | own_extra}
+        merged.pop("chunk_tokens_from", None)
+    return wanted | options | {"kv_connector_extra_config": merged}
 
 
 def with_events(command: Sequence[str], config: Config) -> list[str]:
@@ -174,7 +166,13 @@ def misfit(command: Sequence[str]) -> str:
     if not isinstance(tokens, int) or tokens <= 0:
         # None is given, or one that the engine refuses by itself.
         return ""
-    step, blocks = _block_step(command)
+    step, blocks = BLOCK_TOKENS_STEP, f"{BLOCK_TOKENS_STEP}, as vLLM's block sizes are"
+    given = _last_value(command, BLOCK_SIZE_OPTION)
+    if given.isdecimal() and int(given):
+        step, blocks = int(given), f"{BLOCK_SIZE_OPTION} {given}"
+    elif given or _last_value(command, "--config"):
+        # Not a size; or vLLM's file of further options may have it.
+        return ""
     if tokens % step == 0:
         return ""
     below = tokens // step * step
@@ -186,22 +184,11 @@ def misfit(command: Sequence[str]) -> str:
     )
 
 
-def _block_step(command: Sequence[str]) -> tuple[int, str]:
-    """The number that the engine's block size is a multiple of, and its name."""
-    given = _last_value(command, BLOCK_SIZE_OPTION)
-    if given.isdecimal() and int(given):
-        return int(given), f"{BLOCK_SIZE_OPTION} {given}"
-    if given or _last_value(command, FILE_OPTION):
-        # Not a size; or that file may have it.
-        return 1, ""
-    return BLOCK_TOKENS_STEP, f"{BLOCK_TOKENS_STEP}, as vLLM's block sizes are"
-
-
 def _last_value(command: Sequence[str], option: str) -> str:
     """The last value of an option in a command line; empty if it is not there."""
     value = ""
-    for index, word in enumerate(command):
+    for word, following in zip(command, [*command[1:], ""], strict=True):
         name, equals, given = word.partition("=")
         if name.replace("_", "-") == option:
-            value = given if equals else "".join(command[index + 1 : index + 2])
+            value = given if equals else following
     return value

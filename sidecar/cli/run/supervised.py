@@ -19,13 +19,12 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from sidecar.cli.console import CommandError, NotStarted
-from sidecar.cli.run.joining import POLL_SECONDS, JoinedSidecar, has_joined, is_locked
+from sidecar.cli.run.joining import POLL_SECONDS, has_joined, is_locked, join
 from sidecar.exits import Exit
 from sidecar.service.systemd import without_notify
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
-    from pathlib import Path
     from types import FrameType
 
     from sidecar.config.model import Config
@@ -66,20 +65,17 @@ def log(text: str) -> None:
 
 
 class SupervisedSidecar:
-    """The sidecar of one `kvlake run`."""
+    """The sidecar of one `kvlake run`: its own process, or one that another `run` started."""
 
     def __init__(self, config: Config, command: Sequence[str]) -> None:
         self._config = config
+        self._home = config.runtime.home
         self._command = list(command)
         self._process: subprocess.Popen[bytes] | None = None
         self._started = 0.0
-        self._joined: JoinedSidecar | None = None
+        self._joined_fd: int | None = None
         self._delay_seconds = RESTART_SECONDS_FIRST
         self._restart_at: float | None = None
-
-    @property
-    def _home(self) -> Path:
-        return self._config.runtime.attach_path.parent
 
     @property
     def ready_seconds_max(self) -> float:
@@ -96,36 +92,38 @@ class SupervisedSidecar:
             Interrupted: a signal came first.
         """
         deadline = time.monotonic() + self.ready_seconds_max
-        while not self._join():
-            if self._start_own(wakeup, deadline):
-                return
+        while not (self._join() or self._start_own(wakeup, deadline)):
             # Another one has the lock: it is not ready yet, or drains.
-            readable, _, _ = select.select([wakeup], [], [], JOIN_SECONDS)
-            for number in forwarded(wakeup) if readable else ():
-                raise Interrupted(number)
+            if select.select([wakeup], [], [], JOIN_SECONDS)[0]:
+                _interrupt(wakeup)
 
     def _join(self) -> bool:
         """Join the sidecar that serves; False if there is none."""
+        path = self._config.runtime.attach_path
         try:
-            self._joined = JoinedSidecar(self._config.runtime.attach_path)
+            pid, self._joined_fd = join(path)
         except OSError:
             return False
         log(
-            f"a sidecar (pid {self._joined.pid}) serves {self._config.runtime.attach_path}: joined "
-            "it, with the configuration that it was started with"
+            f"a sidecar (pid {pid}) serves {path}: joined it, with the configuration that it was "
+            "started with"
         )
         return True
+
+    def _leave(self) -> None:
+        if self._joined_fd is not None:
+            os.close(self._joined_fd)
+            self._joined_fd = None
 
     def _start_own(self, wakeup: socket.socket, deadline: float) -> bool:
         """Whether it serves. False if another one starts instead."""
         reader, writer = os.pipe()
         try:
-            self._spawn(writer)
+            process = self._spawn(writer)
         except OSError as error:
             raise NotStarted(f"the sidecar cannot be started: {error}") from error
         finally:
             os.close(writer)
-        assert self._process is not None
         with os.fdopen(reader, "rb", buffering=0) as pipe:
             while True:
                 left = deadline - time.monotonic()
@@ -136,25 +134,22 @@ class SupervisedSidecar:
                     )
                 readable, _, _ = select.select([pipe.fileno(), wakeup.fileno()], [], [], left)
                 if wakeup.fileno() in readable:
-                    for number in forwarded(wakeup):
-                        raise Interrupted(number)
+                    _interrupt(wakeup)
                 if pipe.fileno() in readable:
                     if pipe.read(1):
                         return True
-                    code = self._process.wait()
+                    code = process.wait()
                     if code == Exit.START and is_locked(self._home) and left > JOIN_SECONDS:
                         return False
                     kind = NotStarted if code == Exit.START else CommandError
                     raise kind(f"the sidecar ended with code {code}; see its lines above")
 
-    def _spawn(self, ready_fd: int | None) -> None:
-        command = list(self._command)
-        if ready_fd is not None:
-            command += ["--ready-fd", str(ready_fd)]
+    def _spawn(self, ready_fd: int | None) -> subprocess.Popen[bytes]:
+        ready = [] if ready_fd is None else ["--ready-fd", str(ready_fd)]
         self._started = time.monotonic()
         self._restart_at = None
         self._process = subprocess.Popen(
-            command,
+            [*self._command, *ready],
             stdin=subprocess.DEVNULL,
             # The engine's standard output stays the engine's own.
             stdout=sys.stderr.fileno(),
@@ -162,17 +157,17 @@ class SupervisedSidecar:
             start_new_session=True,
             env=without_notify(os.environ),
         )
+        return self._process
 
     def watch(self) -> float | None:
         """Restart it if it died and its delay is over. Seconds until the next call, if any."""
         now = time.monotonic()
-        if self._joined is not None:
-            if self._joined.runs():
-                return self._joined.poll_seconds
-            self._joined.leave()
-            self._joined = None
+        if self._joined_fd is not None:
+            if is_locked(self._home):
+                return POLL_SECONDS
+            self._leave()
             log("the sidecar that was joined ended; the engine continues without a cache")
-            self.start_later()
+            self._start_later()
         elif self._restart_at is None:
             assert self._process is not None
             code = self._process.poll()
@@ -185,7 +180,7 @@ class SupervisedSidecar:
                 f"the sidecar ended ({ending}); the engine continues without a cache, next start "
                 f"in {self._delay_seconds:g} s"
             )
-            self.start_later()
+            self._start_later()
         assert self._restart_at is not None
         if now < self._restart_at:
             return self._restart_at - now
@@ -200,15 +195,15 @@ class SupervisedSidecar:
                 f"the sidecar cannot be started ({error}); the engine continues without a cache, "
                 f"next attempt in {self._delay_seconds:g} s"
             )
-            return self.start_later()
+            return self._start_later()
         return None
 
     def retry(self) -> None:
         """Have `watch` start it, unless one is starting."""
         if self._process is None or self._process.poll() is not None:
-            self.start_later()
+            self._start_later()
 
-    def start_later(self) -> float:
+    def _start_later(self) -> float:
         """Have `watch` start it after a delay, which doubles each time; seconds until then."""
         seconds = self._delay_seconds
         self._restart_at = time.monotonic() + seconds
@@ -220,17 +215,14 @@ class SupervisedSidecar:
 
         One that others have joined continues for them, and drains when the last of them has ended.
         """
-        if self._joined is not None:
-            self._joined.leave()
-            return
         process = self._process
-        if process is None or process.poll() is not None:
+        if self._joined_fd is not None or process is None or process.poll() is not None:
+            self._leave()
             return
         if has_joined(self._home):
             log(f"the sidecar (pid {process.pid}) continues for others that joined it")
             return
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGTERM)
+        process.terminate()
         deadline = time.monotonic() + self._config.limits.drain_seconds_max + DRAIN_GRACE_SECONDS
         while process.poll() is None and (left := deadline - time.monotonic()) > 0:
             readable, _, _ = select.select([wakeup], [], [], left)
@@ -247,6 +239,12 @@ def forwarded(wakeup: socket.socket) -> list[int]:
     return [number for number in dict.fromkeys(wakeup.recv(4096)) if number in FORWARDED]
 
 
+def _interrupt(wakeup: socket.socket) -> None:
+    """Raise `Interrupted` if a signal arrived."""
+    for number in forwarded(wakeup):
+        raise Interrupted(number)
+
+
 @contextlib.contextmanager
 def signals() -> Generator[socket.socket]:
     """Signals as bytes on a socket, so that one `select` waits for them and for the children."""
@@ -254,8 +252,8 @@ def signals() -> Generator[socket.socket]:
     reader.setblocking(False)
     writer.setblocking(False)
 
-    def nothing(number: int, frame: FrameType | None) -> None:
-        del number, frame  # the number is in the socket already
+    def nothing(_number: int, _frame: FrameType | None) -> None:
+        """The number is in the socket already."""
 
     # What is ignored stays ignored, here and in the engine: that is how nohup works.
     taken = [n for n in FORWARDED if signal.getsignal(n) is not signal.SIG_IGN]
