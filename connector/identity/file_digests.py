@@ -1,9 +1,9 @@
 """Digests of whole weight files, each computed once per version of a file on a node.
 
 Owns the reading of files that may have a hundred gigabytes, by a few threads, and the cache of
-their digests in the user's cache folder. An entry's key is the path, device, inode, size and times
-of a file. A change of the file changes one of these, and the time of the last change (ctime) cannot
-be set back. If the folder cannot be used, every process reads for itself.
+their digests in the user's cache folder. An entry's key is a stamp: path, device, inode, size and
+times of a file. A change of the file changes one of these, and the time of the last change (ctime)
+cannot be set back. If the folder cannot be used, every process reads for itself.
 
 Invariants: of processes that start together one reads, and the others wait for it. A file that
 changes while it is read has no digest. A file that was changed just now is not remembered, because
@@ -14,30 +14,31 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import logging
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
+
+import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Sequence
+    from collections.abc import Collection, Generator, Iterable, Sequence
 
 logger = logging.getLogger("vllm.kvlake")
 
 THREADS: Final = min(8, os.cpu_count() or 1)
 READ_BYTES: Final = 4 * 1024 * 1024
 LONG_BYTES: Final = 4 * 1024**3
-"""From this size on the log reports progress."""
+"""From this size on the log reports the beginning and the end."""
 PROGRESS_SECONDS: Final = 10.0
 SETTLED_SECONDS: Final = 2.0
 WAIT_SECONDS_MAX: Final = 900.0
 """For another process that reads; then this one reads too."""
 ENTRIES_KEPT_MAX: Final = 4096
-_HEX_DIGITS: Final = 64
+_HexDigest = Annotated[str, msgspec.Meta(min_length=64, max_length=64)]
 
 
 def digests_of(paths: Sequence[Path], *, remember: bool = True) -> list[str]:
@@ -54,40 +55,31 @@ def digests_of(paths: Sequence[Path], *, remember: bool = True) -> list[str]:
     if any(stamp not in known for stamp in stamps):
         with _alone(folder / "weights.lock"):
             known = _remembered(place)
-            missing = [
-                path for path, stamp in zip(paths, stamps, strict=True) if stamp not in known
-            ]
-            began = time.time()
-            found = dict(zip(missing, _read_all(missing), strict=True))
-            settled = {
-                file_stamp(path): digest
-                for path, digest in found.items()
-                if path.stat().st_ctime < began - SETTLED_SECONDS
+            missing = {
+                stamp: path for path, stamp in zip(paths, stamps, strict=True) if stamp not in known
             }
-            if settled:
-                _remember(place, known | settled)
-        known |= {
-            stamp: found[path] for path, stamp in zip(paths, stamps, strict=True) if path in found
-        }
+            began = time.time()
+            found = dict(zip(missing, _read_all([*missing.values()]), strict=True))
+            known |= found
+            if any(stamps_settled([stamp], began) for stamp in found):
+                _remember(place, {one: known[one] for one in known if stamps_settled([one], began)})
     return [known[stamp] for stamp in stamps]
 
 
 def _read_all(paths: Sequence[Path]) -> list[str]:
     size_bytes = sum(path.stat().st_size for path in paths)
+    level = logging.INFO if size_bytes >= LONG_BYTES else logging.DEBUG
+    logger.log(level, "kvlake: reading %.0f GB of weights for their digest", size_bytes / 1e9)
+    began = time.monotonic()
     with ThreadPoolExecutor(THREADS) as threads:
-        if size_bytes < LONG_BYTES:
-            return list(threads.map(file_digest, paths))
-        began = time.monotonic()
-        logger.info("kvlake: reading %.0f GB of weights to compute their digest", size_bytes / 1e9)
         reading = [threads.submit(file_digest, path) for path in paths]
-        left = set(reading)
+        left: Collection[Future[str]] = reading
         while left:
             _, left = wait(left, timeout=PROGRESS_SECONDS)
             if left:
                 logger.info("kvlake: %d of %d weight files are left to read", len(left), len(paths))
-        digests = [future.result() for future in reading]
-        logger.info("kvlake: the weights were read in %.0f s", time.monotonic() - began)
-        return digests
+    logger.log(level, "kvlake: the weights were read in %.0f s", time.monotonic() - began)
+    return [future.result() for future in reading]
 
 
 def file_digest(path: Path) -> str:
@@ -104,29 +96,23 @@ def file_digest(path: Path) -> str:
 
 
 def file_stamp(path: Path) -> str:
-    """A string that differs once the file was changed."""
-    real = path.resolve(strict=True)
-    return _stamp(real, real.stat())
+    """A string that differs once the file was changed; raises `OSError`.
 
-
-def opened_stamp(path: Path) -> str:
-    """As `file_stamp`, but opens the file: then NFS asks the server for its current state."""
+    The file is opened for it: then NFS asks the server for its current state.
+    """
     real = path.resolve(strict=True)
     file = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        return _stamp(real, os.fstat(file))
+        status = os.fstat(file)
     finally:
         os.close(file)
+    times = f"{status.st_mtime_ns}:{status.st_ctime_ns}"
+    return f"{status.st_dev}:{status.st_ino}:{status.st_size}:{times}:{real}"
 
 
 def stamps_settled(stamps: Iterable[str], now: float) -> bool:
     """Whether a change of these files at `now` or later, by the clock, would show in a stamp."""
     return all(int(one.split(":")[4]) < (now - SETTLED_SECONDS) * 1e9 for one in stamps)
-
-
-def _stamp(real: Path, status: os.stat_result) -> str:
-    times = f"{status.st_mtime_ns}:{status.st_ctime_ns}"
-    return f"{status.st_dev}:{status.st_ino}:{status.st_size}:{times}:{real}"
 
 
 def _cache_folder() -> Path | None:
@@ -144,16 +130,9 @@ def _cache_folder() -> Path | None:
 
 def _remembered(place: Path) -> dict[str, str]:
     try:
-        entries: Any = json.loads(place.read_bytes())
-    except (OSError, ValueError):
+        return msgspec.json.decode(place.read_bytes(), type=dict[str, _HexDigest])
+    except (OSError, msgspec.MsgspecError):
         return {}
-    if not isinstance(entries, dict):
-        return {}
-    return {
-        stamp: digest
-        for stamp, digest in entries.items()
-        if isinstance(digest, str) and len(digest) == _HEX_DIGITS
-    }
 
 
 def _remember(place: Path, entries: dict[str, str]) -> None:
@@ -161,7 +140,7 @@ def _remember(place: Path, entries: dict[str, str]) -> None:
     latest = dict(list(entries.items())[-ENTRIES_KEPT_MAX:])
     written = place.with_name(f"{place.name}.{os.getpid()}")
     with suppress(OSError):
-        written.write_text(json.dumps(latest))
+        written.write_bytes(msgspec.json.encode(latest))
         written.replace(place)
 
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import struct
 import time
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
-from connector.identity.file_digests import digests_of, file_digest, opened_stamp, stamps_settled
+from connector.identity.file_digests import digests_of, file_digest, file_stamp, stamps_settled
 
 _DIGEST_DOMAIN: Final = b"kvlake/weights/2\0"
 """Change it with what is hashed, so that digests of two versions are never equal."""
@@ -34,20 +33,13 @@ _USUAL_FORMATS: Final = (
 """Values of `--load-format` with which vLLM takes safetensors if there are any."""
 _FORMATS: Final = {"pt": ("*.pt",), "npcache": ("*.bin",), "tensorizer": ("*.tensors",)}
 """The files that other formats read. With a format that is not here, all weights count."""
-_ANY_FORMAT: Final = ""
 _OTHER_MODELS: Final = ("audio_model_id", "text_model_id")
 """Names of other models in a configuration, from which parts are loaded (Ultravox)."""
 _HEADER_BYTES_MAX: Final = 100 * 1024 * 1024
-_OTHER_SUFFIXES: Final = (
-    ".h5",
-    ".msgpack",
-    ".onnx",
-    ".onnx_data",
-    ".ot",
-    ".tflite",
-    *(pattern.removeprefix("*") for pattern in _WEIGHTS),
+_ALL_WEIGHTS: Final = (
+    *(*_WEIGHTS, "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ot", "*.tflite"),
 )
-"""Weights, which count only if the load format reads them."""
+"""Weights count only if the load format reads them."""
 _WITHOUT_EFFECT: Final = (
     # KV depends on token ids, however they were made.
     *("tokenizer.json", "tokenizer.model", "tokenizer.model.v*", "tokenizer_config.json"),
@@ -99,18 +91,17 @@ def model_identity(
             )
         beside = folder_digest(path) if path.is_dir() else ""
         return others | {"name": streamed_from, "revision": revision, "config": beside}
+    kind = "sampled" if sampled else "digest"
     if path.is_dir():
         if not dummy and not _weights_in(path, load_format):
             known = ", ".join(_FORMATS.get(load_format, _WEIGHTS))
             raise WeightsUnknown(f"there are no weights in {model} that kvlake knows ({known})")
-        digest = folder_digest(path, sampled=sampled, load_format=load_format)
-        return others | {"sampled" if sampled else "digest": digest}
+        return others | {kind: folder_digest(path, sampled=sampled, load_format=load_format)}
     if path.is_file():
-        if not sampled:
-            return others | {"digest": digests_of([path])[0]}
         hasher = hashlib.sha256()
-        _hash_opaque(hasher, path)
-        return others | {"sampled": hasher.hexdigest()}
+        if sampled:
+            _hash_opaque(hasher, path)
+        return others | {kind: hasher.hexdigest() if sampled else digests_of([path])[0]}
     commit = getattr(hf_config, "_commit_hash", None)
     if not (commit or revision or dummy):
         raise WeightsUnknown(
@@ -140,15 +131,13 @@ def _other_models(hf_config: Any, *, sampled: bool) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """The files of a LoRA adapter, as they were when they were read.
-
-    `settled`: they were old enough by then that a later change shows in their stamps.
-    """
+    """The files of a LoRA adapter, as they were when they were read."""
 
     path: str
     digest: str
-    stamps: tuple[str, ...]
+    stamps: list[str]
     settled: bool
+    """They were old enough by then that a later change shows in their stamps."""
 
 
 def read_adapter(path: str) -> AdapterFiles:
@@ -172,17 +161,13 @@ def read_adapter(path: str) -> AdapterFiles:
 def same_adapter(files: AdapterFiles) -> bool:
     """Whether no file of an adapter was changed, added or removed since; false if it is not known.
 
-    Cheap enough for each request.
-
-    Raises:
-        WeightsUnknown: it is not known which files vLLM loads.
-        OSError: its files are there and cannot be opened.
+    Cheap enough for each request. Raises as `read_adapter` does.
     """
     return files.settled and _stamps(_adapter_files(files.path)[1]) == files.stamps
 
 
-def _stamps(found: list[tuple[Path, bool]]) -> tuple[str, ...]:
-    return tuple(opened_stamp(path) for path, _ in found)
+def _stamps(found: list[tuple[Path, bool]]) -> list[str]:
+    return [file_stamp(path) for path, _ in found]
 
 
 def _adapter_files(path: str) -> tuple[Path, list[tuple[Path, bool]]]:
@@ -191,7 +176,7 @@ def _adapter_files(path: str) -> tuple[Path, list[tuple[Path, bool]]]:
     if not folder.is_dir():
         folder = _downloaded(path)
     # Adapters have their own file names, so safetensors do not stand for other formats.
-    found = _files_in(folder, _ANY_FORMAT)
+    found = _files_in(folder, "any")
     if not any(weighty for _, weighty in found):
         raise WeightsUnknown(
             f"there are no weights in {folder} that kvlake knows ({', '.join(_WEIGHTS)})"
@@ -251,17 +236,14 @@ def _digest_of(
     folder: Path, found: list[tuple[Path, bool]], *, sampled: bool = False, remember: bool = True
 ) -> str:
     large = [path for path, weighty in found if weighty or path.stat().st_size > _SMALL_BYTES]
-    digests = dict(
-        zip(large, digests_of(large, remember=remember), strict=True) if not sampled else ()
-    )
+    whole = [] if sampled else digests_of(large, remember=remember)
+    digests = dict(zip(large, whole, strict=not sampled))
     hasher = hashlib.sha256(_DIGEST_DOMAIN)
     for path, _ in found:
         name = path.relative_to(folder).as_posix().encode(errors="surrogateescape")
         hasher.update(len(name).to_bytes(4, "little") + name)
-        if path in digests:
-            hasher.update(bytes.fromhex(digests[path]))
-        elif path not in large:
-            hasher.update(bytes.fromhex(file_digest(path)))
+        if path in digests or path not in large:
+            hasher.update(bytes.fromhex(digests.get(path) or file_digest(path)))
         elif path.suffix == ".safetensors":
             _hash_safetensors(hasher, path)
         else:
@@ -274,17 +256,17 @@ def _folders(folder: Path) -> list[Path]:
 
     Without those of adapters, which have an identity of their own.
     """
-    found = [folder]
-    level = [folder]
+    found = level = [folder]
     for _ in range(_DEPTH_MAX):
         level = [
             each / name
             for each in level
             for name in sorted(os.listdir(each))
-            if not _without_effect(name, _FOLDERS_WITHOUT_EFFECT) and (each / name).is_dir()
+            if not _without_effect(name, _FOLDERS_WITHOUT_EFFECT)
+            and (each / name).is_dir()
+            and not (each / name / "adapter_config.json").exists()
         ]
-        level = [each for each in level if not (each / "adapter_config.json").exists()]
-        found += level
+        found = found + level
         if len(found) > _FILES_MAX:
             raise WeightsUnknown(f"{folder} has more than {_FILES_MAX} folders in it")
     return found
@@ -296,8 +278,7 @@ def _files_in(folder: Path, load_format: str) -> list[tuple[Path, bool]]:
     others = {
         folder / name
         for name in os.listdir(folder)
-        if not _without_effect(name, _WITHOUT_EFFECT)
-        and not name.endswith(_OTHER_SUFFIXES)
+        if not _without_effect(name, (*_WITHOUT_EFFECT, *_ALL_WEIGHTS))
         and (folder / name).is_file()
     }
     if len(weights | others) > _FILES_MAX:
@@ -333,7 +314,9 @@ def _matching(folder: Path, *patterns: str) -> list[Path]:
 def _hash_safetensors(hasher: Any, path: Path) -> None:
     hasher.update(path.stat().st_size.to_bytes(8, "little"))
     with path.open("rb") as file:
-        header = _safetensors_header(file)
+        # The header's length, the header in JSON, and the tensors.
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(length) if length <= _HEADER_BYTES_MAX else b""
         hasher.update(header)
         try:
             tensors = json.loads(header)
@@ -349,13 +332,6 @@ def _hash_safetensors(hasher: Any, path: Path) -> None:
                 middle = start + max(0, (end - start - _SAMPLE_BYTES) // 2)
                 file.seek(8 + len(header) + middle)
                 hasher.update(file.read(min(_SAMPLE_BYTES, end - start)))
-
-
-def _safetensors_header(file: BinaryIO) -> bytes:
-    """The JSON between the header's length (8 bytes, little endian) and the tensors, or nothing."""
-    length_bytes = file.read(8)
-    (length,) = struct.unpack("<Q", length_bytes) if len(length_bytes) == 8 else (0,)
-    return file.read(length) if length <= _HEADER_BYTES_MAX else b""
 
 
 def _hash_opaque(hasher: Any, path: Path) -> None:
