@@ -51,10 +51,8 @@ def files_identity(digest: str, lora: Any) -> str:
 class Adapters:
     """The adapters of an engine, by `lora_int_id`.
 
-    Args:
-        settings: how adapters are applied, if not in the default way.
-        world_size: ranks that report what they loaded.
-        void: makes requests of a number void, except those that have these files.
+    `settings` is how adapters are applied, if not in the default way. `void` makes requests of a
+    number void, except those that have these files.
     """
 
     def __init__(self, settings: str, world_size: int, void: Callable[[int, str], None]) -> None:

@@ -73,9 +73,8 @@ def _groups_unsupported_reason(groups: Sequence[Any]) -> str:
             f"{GROUPS_MAX} groups of full, sliding-window or chunked local attention and of "
             "recurrent layers"
         )
-    if len(groups) > 1 and any(
-        isinstance(group.kv_cache_spec, MLAAttentionSpec) for group in groups
-    ):
+    latent = any(isinstance(group.kv_cache_spec, MLAAttentionSpec) for group in groups)
+    if latent and len(groups) > 1:
         return "MLA beside groups of other kinds is not supported by this release"
     return ""
 
@@ -142,12 +141,10 @@ def _ray_nodes(placement_group: Any) -> set[str]:
     # Ray is installed where vLLM runs on it.
     table = import_module("ray.util").placement_group_table(placement_group)
     bundles: dict[int, dict[str, float]] = table["bundles"]
-    chosen = vllm.envs.VLLM_RAY_BUNDLE_INDICES
-    if chosen:
+    # Others are there for processes without a device, such as the engine itself.
+    numbers = [n for n, has in bundles.items() if has.get(current_platform.ray_device_key)]
+    if chosen := vllm.envs.VLLM_RAY_BUNDLE_INDICES:
         numbers = [int(number) for number in chosen.split(",")]
-    else:
-        # Others are there for processes without a device, such as the engine itself.
-        numbers = [n for n, has in bundles.items() if has.get(current_platform.ray_device_key)]
     return {str(table["bundles_to_node_id"][number]) for number in numbers}
 
 
@@ -198,8 +195,7 @@ def prefix_unsupported_reason(vllm_config: Any, specs: Iterable[Any]) -> str:
             "it attends to each prompt as a whole (Prefix-LM), so that the KV of a prefix differs "
             "between prompts"
         )
-    if model.pooler_config is not None and not model.is_prefix_caching_supported:
-        pooler = model.pooler_config
+    if (pooler := model.pooler_config) is not None and not model.is_prefix_caching_supported:
         return (
             f"{pooler.seq_pooling_type}/{pooler.tok_pooling_type} pooling needs a whole prompt "
             "computed in one step"
@@ -291,20 +287,14 @@ def host_tier_chunks_unsupported_reason(
     if blocks_per_chunk == 1 or SINCE_VLLM_0_33:
         return ""
     specs = list(specs)
-    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager and any(
-        isinstance(spec, FullAttentionSpec) for spec in specs
-    ):
+    full = any(isinstance(spec, FullAttentionSpec) for spec in specs)
+    if full and vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         # All of them are kept as full attention is.
         return ""
-    leaves_blocks = any(
-        isinstance(spec, SlidingWindowSpec)
-        or (
-            isinstance(spec, ChunkedLocalAttentionSpec)
-            and spec.attention_chunk_size % (spec.block_size * blocks_per_chunk)
-        )
-        for spec in specs
-    )
-    if not leaves_blocks:
+    local = [spec for spec in specs if isinstance(spec, ChunkedLocalAttentionSpec)]
+    if not any(isinstance(spec, SlidingWindowSpec) for spec in specs) and not any(
+        spec.attention_chunk_size % (spec.block_size * blocks_per_chunk) for spec in local
+    ):
         return ""
     return (
         f"it has local attention and chunks of {blocks_per_chunk} blocks, some of which vLLM "

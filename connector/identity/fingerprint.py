@@ -40,11 +40,14 @@ def engine_settings(vllm_config: Any) -> dict[str, Any]:
     from vllm.envs import VLLM_BATCH_INVARIANT
 
     model = vllm_config.model_config
-    description: dict[str, Any] = {
-        name: plain(value) for name in MODEL_SETTINGS if (value := getattr(model, name, None))
-    }
+    description = _given(model, MODEL_SETTINGS)
     if model.hf_config_path:
-        description["hf_config_path"] = _configuration(model)
+        config = Path(model.hf_config_path) / "config.json"
+        commit = str(getattr(model.hf_config, "_commit_hash", None) or "")
+        # The model's own code may be beside it.
+        description["hf_config_path"] = (
+            [settings_digest(config.parent)] if config.is_file() else [model.hf_config_path, commit]
+        )
     if model.runner_type != "generate":
         description["runner"] = [str(model.runner_type), str(model.convert_type)]
     if model.architecture not in model.architectures:
@@ -73,18 +76,14 @@ def engine_settings(vllm_config: Any) -> dict[str, Any]:
             "release": release,
             "eager": bool(model.enforce_eager),
         }
-    if media := media_settings(model.multimodal_config):
+    if model.multimodal_config and (media := media_settings(model.multimodal_config)):
         description["media"] = media
     return description
 
 
 def adapter_settings(vllm_config: Any) -> dict[str, Any]:
     """How LoRA adapters are applied. Part of the keys of their requests only."""
-    description = {
-        name: plain(value)
-        for name in ADAPTER_SETTINGS
-        if (value := getattr(vllm_config.lora_config, name, None))
-    }
+    description = _given(vllm_config.lora_config, ADAPTER_SETTINGS)
     if "target_modules" in description:
         description["target_modules"].sort()
     if vllm_config.lora_config is not None and vllm_config.model_config.multimodal_config:
@@ -96,27 +95,12 @@ def adapter_settings(vllm_config: Any) -> dict[str, Any]:
     return description
 
 
-def _configuration(model: Any) -> list[str]:
-    """The identity of a configuration that is not in the model's own folder."""
-    config = Path(model.hf_config_path) / "config.json"
-    if config.is_file():
-        # The model's own code may be beside it.
-        return [settings_digest(config.parent)]
-    return [model.hf_config_path, str(getattr(model.hf_config, "_commit_hash", None) or "")]
-
-
 def media_settings(multimodal_config: Any) -> dict[str, Any]:
     """How images, audio and video are prepared and encoded. Raises `OSError` for unread scales.
 
     vLLM's hash of an image covers what its request says of this, not what the engine was given.
     """
-    if multimodal_config is None:
-        return {}
-    description = {
-        name: plain(value)
-        for name in MEDIA_SETTINGS
-        if (value := getattr(multimodal_config, name, None))
-    }
+    description = _given(multimodal_config, MEDIA_SETTINGS)
     if "video_pruning_rate" in description:
         method = getattr(multimodal_config, "video_pruning_method", "evs")
         description["video_pruning_method"] = str(method)
@@ -140,6 +124,10 @@ def overrides_of(model: Any) -> Any:
     if callable(model.hf_overrides):
         return {"made": plain(model.hf_config.to_dict())}
     return plain(model.hf_overrides)
+
+
+def _given(config: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: plain(value) for name in names if (value := getattr(config, name, None))}
 
 
 def plain(value: Any) -> Any:

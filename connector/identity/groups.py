@@ -99,12 +99,9 @@ def chunk_tokens_of(chunk_tokens: int, block_tokens: int, attention: Attention) 
         return chunk_tokens
     if attention.recurrent:
         return block_tokens
-    for parts in range(1, chunk_tokens // block_tokens + 1):
-        tokens, rest = divmod(chunk_tokens, parts)
-        if rest or tokens % block_tokens:
-            continue
+    for tokens in range(chunk_tokens, block_tokens, -block_tokens):
         fits = tokens <= attention.window or (attention.local and attention.local % tokens == 0)
-        if fits:
+        if fits and chunk_tokens % tokens == 0:
             return tokens
     return block_tokens
 
@@ -132,14 +129,9 @@ def longest_hit(
 ) -> int:
     """The longest prefix, up to `end_tokens`, for which every group has what it still reads.
 
-    Args:
-        geometries: the groups.
-        held: for each group, whether its blocks from the one at `local_tokens` on can be loaded;
-            those beyond its end cannot.
-        local_tokens: held by the engine itself, in all groups; a multiple of their blocks.
-        end_tokens: a multiple of their blocks.
-
-    Returns: `local_tokens` if nothing beyond it can be loaded.
+    The engine itself holds `local_tokens` in all groups; they are returned if nothing beyond can be
+    loaded. Both are multiples of all blocks. `held` says for each group whether its blocks from the
+    one at `local_tokens` on can be loaded; those beyond its end cannot.
     """
     step = lcm(*(geometry.block_tokens for geometry in geometries))
     ends = np.arange(local_tokens + step, end_tokens + 1, step, dtype=np.int64)

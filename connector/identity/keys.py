@@ -53,24 +53,18 @@ def root_key(
 
 @dataclass(slots=True, eq=False)
 class KeyChain:
-    """Keys of the chunks of one growing token sequence.
-
-    Args:
-        root: from `root_key`.
-        chunk_tokens: tokens per full chunk.
-        block_tokens: tokens per engine block; partial chunks are whole blocks.
-        media: multimodal inputs in order of offset.
-        beside: a chain of the same tokens, which keeps them for both; see `follow`.
-        ahead_tokens: how many tokens behind a chunk its KV depends on.
-    """
+    """Keys of the chunks of one growing token sequence; partial chunks are whole blocks."""
 
     root: bytes
     chunk_tokens: int
     block_tokens: int
     media: Sequence[MediaItem] = ()
+    """In order of offset."""
     _: KW_ONLY
     beside: InitVar[KeyChain | None] = None
+    """A chain of the same tokens, which keeps them for both; see `follow`."""
     ahead_tokens: int = 0
+    """How many tokens behind a chunk its KV depends on."""
     keys: list[bytes] = field(default_factory=list[bytes], init=False)
     """Keys of the full chunks, first to last. Do not change the list."""
     token_bytes: bytearray = field(default_factory=bytearray, init=False)
@@ -115,11 +109,9 @@ class KeyChain:
 
     def partial(self, index: int, num_blocks: int) -> bytes:
         """Key of the first `num_blocks` blocks of chunk `index`; all chunks before it are full."""
-        key = self.partials.get((index, num_blocks))
-        if key is None:
-            key = self._key(index, num_blocks * self.block_tokens)
-            self.partials[(index, num_blocks)] = key
-        return key
+        if (index, num_blocks) not in self.partials:
+            self.partials[index, num_blocks] = self._key(index, num_blocks * self.block_tokens)
+        return self.partials[index, num_blocks]
 
     def key_of(self, index: int, num_blocks: int) -> bytes:
         """Key of the first `num_blocks` blocks of chunk `index`, which may be all of them."""
@@ -135,9 +127,8 @@ class KeyChain:
     def _key(self, index: int, num_tokens: int) -> bytes:
         start = index * self.chunk_tokens
         end = start + num_tokens + self.ahead_tokens
-        parent = self.keys[index - 1] if index else self.root
         hasher = hashlib.sha256(_DOMAIN)
-        hasher.update(parent)
+        hasher.update(self.keys[index - 1] if index else self.root)
         hasher.update(num_tokens.to_bytes(4, "little"))
         hasher.update(memoryview(self.token_bytes)[start * _TOKEN_BYTES : end * _TOKEN_BYTES])
         for item in self.media:

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from vllm.v1.kv_cache_interface import MambaSpec
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -27,8 +29,6 @@ State: TypeAlias = tuple[int, int, int]
 
 def is_recurrent(spec: Any) -> bool:
     """Whether a KV cache group is one of recurrent layers."""
-    from vllm.v1.kv_cache_interface import MambaSpec
-
     return isinstance(spec, MambaSpec)
 
 
@@ -86,13 +86,12 @@ def _machine() -> str:
         capability: Any = current_platform.get_device_capability()
         return f"cuda-{capability.major}.{capability.minor}"
     # These choose the kernels, and so possibly the layout of a state.
-    flags = {
-        name: bool(getattr(torch.cpu, f"_is_{name}_supported")())
+    found = [
+        name.replace("_", "")
         for name in ("avx512_bf16", "amx_tile")
-    }
-    architecture = current_platform.get_cpu_architecture().name.lower()
-    found = [name.replace("_", "") for name, has in flags.items() if has]
-    return "-".join(["cpu", architecture, *found])
+        if getattr(torch.cpu, f"_is_{name}_supported")()
+    ]
+    return "-".join(["cpu", current_platform.get_cpu_architecture().name.lower(), *found])
 
 
 def state_description(vllm_config: Any, spec: Any) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
 from connector.identity.fingerprint import adapter_settings, engine_settings, overrides_of, plain
 from connector.identity.mamba import is_recurrent, state_description, state_encoding, state_settings
 from connector.identity.weights import model_identity
@@ -47,16 +49,10 @@ def namespace_of(
 ) -> bytes:
     """Canonical JSON (UTF-8, sorted keys) of the namespace of an engine's KV cache group.
 
-    Args:
-        vllm_config: vLLM's `VllmConfig`.
-        block_tokens: tokens per block.
-        blocks_per_chunk: blocks per full chunk.
-        spec: the group's `FullAttentionSpec` or another. Head counts come from the model instead,
-            so that ranks of a tensor-parallel engine agree. For recurrent layers it describes a
-            rank's part, so engines with another `tensor_parallel_size` share no states.
-        layer_names: the group's layers, if the engine has several groups.
-        kv_heads: heads of these layers over all ranks, in that case.
-        drafter: the identity of a drafter with layers in the KV cache.
+    Head counts come from the model and not from the group's `spec`, so that ranks of a
+    tensor-parallel engine agree. For recurrent layers the spec describes a rank's part, so engines
+    with another `tensor_parallel_size` share no states. `layer_names` and `kv_heads`, over all
+    ranks, are given if the engine has several groups; `drafter` if it has layers in the KV cache.
 
     Raises:
         WeightsUnknown: nothing tells the weights from others.
@@ -64,28 +60,26 @@ def namespace_of(
     """
     model = vllm_config.model_config
     encoding = encoding_of(vllm_config, block_tokens, spec)
-    if is_recurrent(spec):
-        return canonical_json(
-            _of_model(vllm_config)
-            | {
-                "format": 2,
-                "layers": int(model.get_total_num_hidden_layers()),
-                "block_tokens": block_tokens,
-                "chunk_tokens": block_tokens * blocks_per_chunk,
-                "encoding": encoding,
-                "state": state_description(vllm_config, spec),
-                "group": list(layer_names),
-            }
-        )
-    kv_dtype = str(spec.dtype).removeprefix("torch.")
     description = _of_model(vllm_config) | {
         "format": 2,
-        "kv_dtype": kv_dtype,
         "layers": int(model.get_total_num_hidden_layers()),
-        "kv_heads": 1 if _latent(spec) else int(model.get_total_num_kv_heads()),
-        "head_size": [int(spec.head_size), int(getattr(spec, "head_size_v", spec.head_size))],
         "chunk_tokens": block_tokens * blocks_per_chunk,
         "encoding": encoding,
+    }
+    if is_recurrent(spec):
+        description |= {
+            "block_tokens": block_tokens,
+            "state": state_description(vllm_config, spec),
+            "group": list(layer_names),
+        }
+        return canonical_json(description)
+    kv_dtype = str(spec.dtype).removeprefix("torch.")
+    description |= {
+        "kv_dtype": kv_dtype,
+        "kv_heads": 1
+        if isinstance(spec, MLAAttentionSpec)
+        else int(model.get_total_num_kv_heads()),
+        "head_size": [int(spec.head_size), int(getattr(spec, "head_size_v", spec.head_size))],
     }
     if not regroups(encoding, kv_dtype):
         description["block_tokens"] = block_tokens
@@ -115,21 +109,19 @@ def offloading_identity(vllm_config: Any, block_tokens: int) -> dict[str, Any]:
     """What the bytes depend on and vLLM's offloading interface does not tell; raises as above."""
     model = vllm_config.model_config
     values = SimpleNamespace(dtype=model.dtype, head_size=int(model.get_head_size()))
-    # vLLM tells only how many bytes the states in the engine's blocks have.
-    states = {"states": state_settings(vllm_config)} if model.has_inner_state else {}
-    # The keys are vLLM's, which name an adapter but not how it is applied.
-    adapters = {"adapters": settings} if (settings := adapter_settings(vllm_config)) else {}
-    return (
-        _of_model(vllm_config)
-        | states
-        | adapters
-        | {
-            "model_dtype": str(model.dtype).removeprefix("torch."),
-            "encoding": encoding_of(vllm_config, block_tokens, values),
-            # vLLM makes its block hashes with it, which are part of the keys.
-            "hash": str(vllm_config.cache_config.prefix_caching_hash_algo),
-        }
-    )
+    identity = _of_model(vllm_config) | {
+        "model_dtype": str(model.dtype).removeprefix("torch."),
+        "encoding": encoding_of(vllm_config, block_tokens, values),
+        # vLLM makes its block hashes with it, which are part of the keys.
+        "hash": str(vllm_config.cache_config.prefix_caching_hash_algo),
+    }
+    if model.has_inner_state:
+        # vLLM tells only how many bytes the states in the engine's blocks have.
+        identity["states"] = state_settings(vllm_config)
+    if adapters := adapter_settings(vllm_config):
+        # The keys are vLLM's, which name an adapter but not how it is applied.
+        identity["adapters"] = adapters
+    return identity
 
 
 def _of_model(vllm_config: Any) -> dict[str, Any]:
@@ -166,12 +158,6 @@ def _streamed_from(vllm_config: Any) -> str:
     return str(getattr(model, "model_weights", "") or "")
 
 
-def _latent(spec: Any) -> bool:
-    from vllm.v1.kv_cache_interface import MLAAttentionSpec
-
-    return isinstance(spec, MLAAttentionSpec)
-
-
 def digest_of(namespace: bytes) -> bytes:
     """The 32 bytes of a namespace in keys and object names."""
     return hashlib.sha256(namespace).digest()
@@ -193,20 +179,20 @@ def encoding_of(vllm_config: Any, block_tokens: int, spec: Any) -> str:
             str(kind): str(getattr(one, "name", one))
             for kind, one in attention.backend_per_kind.items()
         }
-        for kind, name in sorted(kinds.items()):
-            encoding += f"-{kind}={name}"
+        encoding += "".join(f"-{kind}={kinds[kind]}" for kind in sorted(kinds))
         by_token = (
             {backend, *kinds.values()} <= _CUDA_BACKENDS_BY_TOKEN
             and str(vllm_config.cache_config.cache_dtype) in _CACHE_DTYPES_BY_TOKEN
             and str(spec.dtype).removeprefix("torch.") in _DTYPES_BY_TOKEN
         )
         return encoding + BY_TOKEN * by_token
-    if _latent(spec):
+    architecture = current_platform.get_cpu_architecture().name.lower()
+    if isinstance(spec, MLAAttentionSpec):
         # Both CPU backends for MLA store the latent vector of a token unchanged.
-        return f"cpu-{current_platform.get_cpu_architecture().name.lower()}-mla{BY_TOKEN}"
+        return f"cpu-{architecture}-mla{BY_TOKEN}"
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # pyright: ignore[reportPrivateUsage]
 
     isa = _get_attn_isa(
         spec.dtype, block_tokens, spec.head_size, str(vllm_config.cache_config.cache_dtype)
     )
-    return f"cpu-{current_platform.get_cpu_architecture().name.lower()}-{isa}"
+    return f"cpu-{architecture}-{isa}"

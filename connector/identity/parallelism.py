@@ -68,36 +68,31 @@ class ParallelLayout:
 
     def stage_of(self, layer_names: Sequence[str]) -> int:
         """The stage with these layers; the first one if no stage has them."""
-        numbers = _numbers(layer_names)
-        return next(
-            (stage for stage in range(self.stages) if numbers == _each_alone(self._layers(stage))),
-            0,
-        )
+        holding = (stage for stage in range(self.stages) if self._holds(layer_names, stage))
+        return next(holding, 0)
 
     def _first_layer(self, layer_names: Sequence[str], stage: int) -> int:
         if self.stages == 1:
             return 0
         own = self._layers(stage)
-        if _numbers(layer_names) != _each_alone(own):
+        if not self._holds(layer_names, stage):
             raise LayoutError(
                 f"stage {stage} of {self.stages} was expected to hold layers {own.start} to "
                 f"{own.stop - 1} of the model, and holds {', '.join(layer_names) or 'none'}"
             )
         return own.start
 
+    def _holds(self, layer_names: Sequence[str], stage: int) -> bool:
+        numbers = [
+            [int(part) for part in one.split(".") if part.isdecimal()] for one in layer_names
+        ]
+        return numbers == [[layer] for layer in self._layers(stage)]
+
     def _layers(self, stage: int) -> range:
         # Not at import: vLLM's front end imports this too, and needs no ranks.
         from vllm.distributed.utils import get_pp_indices
 
         return range(*get_pp_indices(self.num_layers, stage, self.stages))
-
-
-def _numbers(layer_names: Sequence[str]) -> list[list[int]]:
-    return [[int(part) for part in name.split(".") if part.isdecimal()] for name in layer_names]
-
-
-def _each_alone(layers: range) -> list[list[int]]:
-    return [[layer] for layer in layers]
 
 
 def parallel_layout_of(vllm_config: Any) -> ParallelLayout:

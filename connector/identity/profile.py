@@ -85,18 +85,17 @@ class EngineProfile:
         self.refusal = unsupported_reason(vllm_config, kv_cache_config)
         if self.refusal:
             return
-        self.refusal = chunk_tokens_unsupported_reason(
-            chunk_tokens, block_sizes, chunk_tokens_source(extra)
-        )
+        setting = chunk_tokens_source(extra)
+        self.refusal = chunk_tokens_unsupported_reason(chunk_tokens, block_sizes, setting)
         if self.refusal:
             self.reason = "chunk_tokens"
             return
         groups = kv_cache_config.kv_cache_groups
+        alone = len(groups) == 1
         try:
             self.speculation = speculation_of(vllm_config)
             self.groups = [
-                self._group(vllm_config, group, chunk_tokens, alone=len(groups) == 1)
-                for group in groups
+                self._group(vllm_config, group, chunk_tokens, alone=alone) for group in groups
             ]
         except (WeightsUnknown, OSError) as error:
             self.refusal, self.reason = str(error), "weights"
@@ -115,8 +114,8 @@ class EngineProfile:
         attention = attention_of(spec)
         assert attention is not None, "refused by unsupported_reason"
         block_tokens = int(spec.block_size)
-        own_tokens = chunk_tokens_of(chunk_tokens, block_tokens, attention)
-        geometry = Geometry(block_tokens, own_tokens, attention)
+        tokens = chunk_tokens_of(chunk_tokens, block_tokens, attention)
+        geometry = Geometry(block_tokens, tokens, attention)
         num_heads = num_heads_of(vllm_config, spec)
         namespace = namespace_of(
             vllm_config,

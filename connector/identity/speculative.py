@@ -66,16 +66,13 @@ def speculation_unsupported_reason(vllm_config: Any) -> str:
     if method not in WITH_LAYERS:
         return f"speculative decoding by {method!r} is not supported by this release"
     # Each leaves layers of the drafter unwritten, or writes them from tokens that are not known.
-    for unsafe, name in (
-        (speculative.parallel_drafting, "parallel_drafting"),
-        (
-            speculative.num_speculative_tokens_per_batch_size,
-            "num_speculative_tokens_per_batch_size",
-        ),
-        (speculative.use_multi_module_mtp(), "MTP of several modules"),
-        (speculative.use_gemma4_mtp(), "MTP of gemma 4"),
-        (speculative.use_step3p5_mtp(), "MTP of step 3.5"),
-    ):
+    for name, unsafe in {
+        "parallel_drafting": speculative.parallel_drafting,
+        "num_speculative_tokens_per_batch_size": speculative.num_speculative_tokens_per_batch_size,
+        "MTP of several modules": speculative.use_multi_module_mtp(),
+        "MTP of gemma 4": speculative.use_gemma4_mtp(),
+        "MTP of step 3.5": speculative.use_step3p5_mtp(),
+    }.items():
         if unsafe:
             return f"speculative decoding with {name} is not supported by this release"
     tp_size = int(parallel.tensor_parallel_size)
