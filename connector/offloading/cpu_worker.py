@@ -52,21 +52,12 @@ class _Run:
     num_writers: int
     writer_index: int
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block."""
-        return int(self.cache.shape[1] * self.cache.shape[2])
-
 
 class HostCopyWorker(OffloadingWorker):
     """vLLM's `OffloadingWorker` for caches in host memory.
 
-    Args:
-        kv_caches: the engine's cache, as vLLM describes it.
-        region: vLLM's `SharedOffloadRegion`, which this worker closes.
-        blocks_per_chunk: blocks of one row of the region.
-        canonical: whether rows hold canonical pages.
-        several: whether the engine has other workers.
+    It closes `region`, vLLM's `SharedOffloadRegion`. `canonical` says whether rows hold canonical
+    pages, `several` whether the engine has other workers.
     """
 
     def __init__(
@@ -159,7 +150,7 @@ class HostCopyWorker(OffloadingWorker):
                     run.host[rows, inner] = run.cache[blocks]
                 else:
                     run.cache[blocks] = run.host[rows, inner]
-                size_bytes += len(blocks) * run.block_bytes
+                size_bytes += run.cache[:1].size * len(blocks)
         return TransferResult(job_id, True, size_bytes, time.perf_counter() - started)
 
     def get_finished(self) -> list[TransferResult]:
@@ -211,11 +202,14 @@ def _runs_of(
             size = ref.mapping.canonical_page_size_bytes
             pages[ref.tensor_idx] = max(pages[ref.tensor_idx], size)
     take = region.create_next_canonical_view if canonical else region.create_next_worker_view
-    hosts = [_bytes(take(page * blocks_per_chunk)) for page in pages]
+    rows = [_bytes(take(page * blocks_per_chunk)) for page in pages]
+    hosts = [
+        each.reshape(len(each), blocks_per_chunk, page)
+        for each, page in zip(rows, pages, strict=True)
+    ]
 
     def runs_of(ref: Any) -> list[_Run]:
         cache, host = _bytes(kv_caches.tensors[ref.tensor_idx].tensor), hosts[ref.tensor_idx]
-        blocks = (blocks_per_chunk, pages[ref.tensor_idx])
         size = ref.page_size_bytes
         runs, num_writers, writer_index = (CopyRun(0, 0, size, 1, size, size),), 1, 0
         if canonical:
@@ -224,8 +218,8 @@ def _runs_of(
             writer_index = mapping.writer_index
         return [
             _Run(
-                _fragments(cache, (), run.local_offset, run.local_stride, run),
-                _fragments(host, (blocks,), run.canonical_offset, run.canonical_stride, run),
+                _fragments(cache, run.local_offset, run.local_stride, run),
+                _fragments(host, run.canonical_offset, run.canonical_stride, run),
                 num_writers,
                 writer_index,
             )
@@ -240,14 +234,11 @@ def _bytes(tensor: torch.Tensor) -> Bytes:
     return array
 
 
-def _fragments(
-    rows: Bytes, inner: tuple[tuple[int, int], ...], offset: int, stride: int, run: CopyRun
-) -> Bytes:
-    """Views of a run's fragments in every row; `inner` are axes (count, stride) between them."""
-    shape = (len(rows), *(count for count, _ in inner), run.num_fragments, run.fragment_size)
-    strides = (rows.strides[0], *(step for _, step in inner), stride, 1)
-    # No fragment may reach beyond its row.
-    last = offset + sum((count - 1) * step for count, step in inner)
-    last += (run.num_fragments - 1) * stride + run.fragment_size
-    assert last <= rows.shape[1], f"a run reaches byte {last} of a row of {rows.shape[1]}"
-    return np.lib.stride_tricks.as_strided(rows[:, offset:], shape, strides)
+def _fragments(pages: Bytes, offset: int, stride: int, run: CopyRun) -> Bytes:
+    """Views of a run's fragments in every page."""
+    last = offset + (run.num_fragments - 1) * stride + run.fragment_size
+    assert last <= pages.shape[-1], f"a run reaches byte {last} of a page of {pages.shape[-1]}"
+    shape = (*pages.shape[:-1], run.num_fragments, run.fragment_size)
+    return np.lib.stride_tricks.as_strided(
+        pages[..., offset:], shape, (*pages.strides[:-1], stride, 1)
+    )

@@ -28,11 +28,9 @@ if TYPE_CHECKING:
 
 
 class NamedEvents:
-    """The tiers' chunks as vLLM's events.
+    """The tiers' chunks as vLLM's events; `owner` is the owner in them.
 
-    Args:
-        owner: the owner in the events.
-        name_of: vLLM's name of a chunk, by the start of its key; None if it is not known.
+    `name_of` gives vLLM's name of a chunk by the start of its key; None if it is not known.
     """
 
     def __init__(self, owner: str, name_of: Callable[[bytes], OffloadKey | None]) -> None:
@@ -61,32 +59,24 @@ class NamedEvents:
         """What to publish: what was named since the last call, then these events."""
         for event in events:
             start, tier = event.key[:EVENT_NAME_BYTES], event.tier
-            if isinstance(event, StoredEvent):
-                self._on_stored(start, tier)
-            else:
-                self._on_removed(start, tier)
-        published, self._events = self._events, []
-        return published
-
-    def _on_stored(self, start: bytes, tier: str) -> None:
-        if (start, tier) in self._published:
-            # The tiers know more of it now, which is not published here.
-            return
-        name = self._name_of(start)
-        if name is None:
-            self.unnamed.setdefault(start, set()).add(tier)
-        else:
-            self._publish_stored(start, tier, name)
-
-    def _on_removed(self, start: bytes, tier: str) -> None:
-        name = self._published.pop((start, tier), None)
-        if name is not None:
-            self._publish(name, tier, removed=True)
-        tiers = self.unnamed.get(start)
-        if tiers is not None:
-            tiers.discard(tier)
-            if not tiers:
-                del self.unnamed[start]
+            published = self._published.get((start, tier))
+            if not isinstance(event, StoredEvent):
+                if published is not None:
+                    del self._published[start, tier]
+                    self._publish(published, tier, removed=True)
+                elif start in self.unnamed:
+                    self.unnamed[start].discard(tier)
+                    if not self.unnamed[start]:
+                        del self.unnamed[start]
+            # Else the tiers know more of it now, which is not published here.
+            elif published is None:
+                name = self._name_of(start)
+                if name is None:
+                    self.unnamed.setdefault(start, set()).add(tier)
+                else:
+                    self._publish_stored(start, tier, name)
+        taken, self._events = self._events, []
+        return taken
 
     def _publish_stored(self, start: bytes, tier: str, name: OffloadKey) -> None:
         self._published[start, tier] = name

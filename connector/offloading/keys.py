@@ -29,12 +29,7 @@ _KEY_DOMAIN: Final = b"kvlake/offloading/1\0"
 
 
 class ChunkKeys:
-    """The keys of one engine's chunks.
-
-    Args:
-        namespace: from `row_namespace_of`.
-        remembers: whether `name_of` is needed; it knows the last `NAMES_KEPT_MAX` names.
-    """
+    """The keys of one engine's chunks. If it `remembers`, it knows `NAMES_KEPT_MAX` names."""
 
     def __init__(self, namespace: bytes, *, remembers: bool) -> None:
         self.digest = digest_of(namespace)
@@ -75,18 +70,17 @@ class ChunkKeys:
 def row_namespace_of(config: OffloadingConfig, identity: Any, row_bytes: int) -> bytes:
     """The namespace of an engine's rows: `identity`, and everything that vLLM tells a tier."""
     parallel = config.parallel
-    canonical = ""
-    if config.canonical_layout:
-        canonical = canonical_format_id(str(config.kv_cache_layout))
-    portable = bool(canonical) and parallel.is_parallelism_agnostic
+    layout = str(config.kv_cache_layout)
+    ranks = [parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size]
+    portable = config.canonical_layout and parallel.is_parallelism_agnostic
     description = {
         "format": 1,
         "interface": "vllm offloading",
         "identity": identity,
         "model": config.model.name if isinstance(identity, str) else "",
         "kv_dtype": config.model.dtype,
-        "layout": str(config.kv_cache_layout),
-        "canonical": canonical,
+        "layout": layout,
+        "canonical": canonical_format_id(layout) if config.canonical_layout else "",
         "row_bytes": row_bytes,
         "tokens_per_hash": config.cache.tokens_per_hash,
         "blocks_per_chunk": config.cache.blocks_per_chunk,
@@ -99,9 +93,7 @@ def row_namespace_of(config: OffloadingConfig, identity: Any, row_bytes: int) ->
             for group in config.groups
         ],
         # Portable pages are shared by engines with any number of ranks.
-        "cut": []
-        if portable
-        else [parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],
+        "cut": [] if portable else ranks,
         "replicated": config.replicated_layout,
     }
     return canonical_json(description)

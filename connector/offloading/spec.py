@@ -1,9 +1,7 @@
 """`KVLakeOffloadingSpec`: kvlake below the host tier of vLLM's own `OffloadingConnector`.
 
-vLLM's offloading interface has no failed load: what a lookup reported must come. No cache in
-another process can promise that, so chunks are brought into vLLM's host tier before vLLM is told of
-a hit. The spec is vLLM's tiering spec with `KVLakeTier` as its last tier (`tier.py`), and with a
-worker for the CPU platform, for which vLLM has none (`cpu_worker.py`).
+The spec is vLLM's tiering spec with `KVLakeTier` as its last tier (`tier.py`), and with a worker
+for the CPU platform, for which vLLM has none (`cpu_worker.py`).
 
 Owns the note by which the two halves of an engine agree on a namespace and on where vLLM publishes
 its KV events: only workers see vLLM's configuration, so the first of them leaves a note in /dev/shm
@@ -16,7 +14,6 @@ outlives the start of an engine.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -52,15 +49,7 @@ from connector.vllm_workarounds import watch_engine_weights
 from sidecar.protocol import Role, sockets_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from vllm.v1.kv_offload.base import (
-        CanonicalKVCaches,
-        GPULoadStoreSpec,
-        OffloadKey,
-        ReqContext,
-        TransferResult,
-    )
+    from vllm.v1.kv_offload.base import CanonicalKVCaches, TransferResult
     from vllm.v1.kv_offload.config import OffloadingConfig
 
 logger = logging.getLogger("vllm.kvlake")
@@ -72,23 +61,19 @@ OWN_SETTINGS: Final = ("socket", "attach_seconds")
 class NoTiers(OffloadingManager):
     """Has nothing and takes nothing."""
 
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:  # noqa: ARG002
+    def lookup(self, *_: Any, **_options: Any) -> LookupResult:
         """Always a miss."""
         return LookupResult.MISS
 
-    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+    def prepare_load(self, *_: Any, **_options: Any) -> LoadStoreSpec:
         """Never called: there are no hits."""
         raise NotImplementedError
 
-    def prepare_store(
-        self,
-        keys: Collection[OffloadKey],  # noqa: ARG002
-        req_context: ReqContext,  # noqa: ARG002
-    ) -> PrepareStoreOutput:
+    def prepare_store(self, *_: Any, **_options: Any) -> PrepareStoreOutput:
         """Stores nothing and evicts nothing."""
         return PrepareStoreOutput([], LoadStoreSpec(), [])
 
-    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:  # noqa: ARG002
+    def on_new_request(self, *_: Any, **_options: Any) -> RequestOffloadingContext:
         """No request is special."""
         return RequestOffloadingContext()
 
@@ -96,19 +81,11 @@ class NoTiers(OffloadingManager):
 class NoCopies(OffloadingWorker):
     """The worker of an engine with `NoTiers`. It does not make vLLM's host tier."""
 
-    def submit_store(
-        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
-    ) -> bool:
+    def submit_store(self, *_: Any, **_options: Any) -> bool:
         """Never called: nothing is stored."""
         raise NotImplementedError
 
-    def submit_load(
-        self,
-        job_id: int,
-        src_spec: LoadStoreSpec,
-        dst_spec: GPULoadStoreSpec,
-        expedited: bool = False,
-    ) -> bool:
+    def submit_load(self, *_: Any, **_options: Any) -> bool:
         """Never called: there are no hits."""
         raise NotImplementedError
 
@@ -192,7 +169,9 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
                 if reason
                 else identity_note(vllm_config, tokens)
             )
-            note["events"] = _events(vllm_config)
+            index = vllm_config.parallel_config.data_parallel_index
+            endpoint, replay = events_endpoints(vllm_config.kv_events_config, index)
+            note["events"] = {"events_endpoint": endpoint, "events_replay": replay}
             note["preempted_are_new"] = bool(vllm_config.use_v2_model_runner)
             leave_note(self.config.engine_id, note)
         if reason:
@@ -201,8 +180,7 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
             worker: Any = super().get_worker(kv_caches)
             disown_region(getattr(worker, "_mmap_region", None))
             return worker
-        canonical = self.config.canonical_layout
-        if canonical:
+        if self.config.canonical_layout:
             self._validate_canonical_refs(kv_caches)
         region = SharedOffloadRegion(
             engine_id=self.config.engine_id,
@@ -212,8 +190,13 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
             cpu_page_size=self.cpu_page_size_per_worker,
         )
         disown_region(region)
-        several = self.config.parallel.world_size > 1
-        return HostCopyWorker(kv_caches, region, per_chunk, canonical=canonical, several=several)
+        return HostCopyWorker(
+            kv_caches,
+            region,
+            per_chunk,
+            canonical=self.config.canonical_layout,
+            several=self.config.parallel.world_size > 1,
+        )
 
 
 def no_tier_reason(vllm_config: Any, num_groups: int, blocks_per_chunk: int) -> str:
@@ -253,13 +236,6 @@ def identity_note(vllm_config: Any, block_tokens: int) -> dict[str, Any]:
     return {"identity": identity | ({"drafter": drafter} if drafter else {})}
 
 
-def _events(vllm_config: Any) -> dict[str, str]:
-    """Where the engine publishes its own KV events, as `KVLakeTier` takes it."""
-    index = vllm_config.parallel_config.data_parallel_index
-    endpoint, replay = events_endpoints(vllm_config.kv_events_config, index)
-    return {"events_endpoint": endpoint, "events_replay": replay}
-
-
 def layer_specs_of(vllm_config: Any) -> list[Any]:
     """Specs of the layers of this worker's model, which vLLM does not show an offloading spec."""
     from vllm.config import get_layers_from_vllm_config
@@ -279,8 +255,7 @@ def note_path(engine_id: str) -> Path:
 def leave_note(engine_id: str, note: dict[str, Any]) -> None:
     """Leave a note for the scheduler of this engine, in a file that only this user can read."""
     path = note_path(engine_id)
-    with contextlib.suppress(FileNotFoundError):
-        path.unlink()
+    path.unlink(missing_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(path, flags, 0o600), "w") as file:
         json.dump(note, file)

@@ -60,19 +60,6 @@ class StagedRow(NamedTuple):
     stays: bool = False
 
 
-@dataclass(slots=True, eq=False)
-class StagedTransfer:
-    """A transfer of one row."""
-
-    batch_id: int
-    is_load: bool
-    chunk: StagedRow
-    deadline: float
-    row: int = -1
-    copy: Future[None] | None = None
-    given_up: bool = False
-
-
 @dataclass(slots=True)
 class Batch:
     """Transfers that are reported together."""
@@ -84,6 +71,18 @@ class Batch:
     done: list[bytes] = field(default_factory=list[bytes])
     failed: list[bytes] = field(default_factory=list[bytes])
     seconds: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class StagedTransfer:
+    """A transfer of one row."""
+
+    batch: Batch
+    chunk: StagedRow
+    deadline: float
+    row: int = -1
+    copy: Future[None] | None = None
+    given_up: bool = False
 
 
 def row_layout(num_rows: int, row_bytes: int) -> KVLayout:
@@ -108,12 +107,9 @@ def row_layout(num_rows: int, row_bytes: int) -> KVLayout:
 
 
 class Staging:
-    """Transfers between a region's rows and the sidecar.
+    """Transfers between the rows of `region`, vLLM's host tier, and the sidecar.
 
-    Args:
-        region: the memory of vLLM's host tier.
-        num_rows: staging rows.
-        make_role: attaches the staging memory as that of a worker.
+    `make_role` attaches the memory of the `num_rows` staging rows as that of a worker.
     """
 
     def __init__(
@@ -141,7 +137,6 @@ class Staging:
         self._copied: list[StagedTransfer] = []
         self._loads: dict[int, StagedTransfer] = {}
         self._stores: dict[int, list[StagedTransfer]] = {}
-        self._batches: dict[int, Batch] = {}
         self._finished: list[Batch] = []
         self._next_id = 1
         self._role = make_role(ExportedMemory(fd, layout.size_bytes, layout))
@@ -160,9 +155,8 @@ class Staging:
         if not rows:
             self._finished.append(batch)
             return
-        self._batches[batch_id] = batch
         self._queued[is_load].extend(
-            StagedTransfer(batch_id, is_load, chunk, now + seconds_max) for chunk in rows
+            StagedTransfer(batch, chunk, now + seconds_max) for chunk in rows
         )
 
     def pump(self, session: SidecarSession | None) -> None:
@@ -227,7 +221,7 @@ class Staging:
                 self._copying.append(transfer)
             elif copy.cancelled() or copy.exception() is not None:
                 self._end(transfer, ok=False)
-            elif transfer.is_load:
+            elif transfer.batch.is_load:
                 self._end(transfer, ok=True)
             else:
                 self._copied.append(transfer)
@@ -239,13 +233,10 @@ class Staging:
         def over(transfer: StagedTransfer) -> bool:
             return everything or now >= transfer.deadline
 
-        for queued in self._queued.values():
-            for transfer in [one for one in queued if over(one)]:
-                queued.remove(transfer)
+        for waiting in (*self._queued.values(), self._copied):
+            for transfer in [one for one in waiting if over(one)]:
+                waiting.remove(transfer)
                 self._end(transfer, ok=False)
-        for transfer in [one for one in self._copied if over(one)]:
-            self._copied.remove(transfer)
-            self._end(transfer, ok=False)
         sent = [*self._loads.values(), *(one for job in self._stores.values() for one in job)]
         for transfer in sent:
             if over(transfer) and not transfer.given_up:
@@ -261,7 +252,7 @@ class Staging:
             alike = [
                 one
                 for one in self._copied
-                if (one.chunk.ttl_ms, one.chunk.stays) == (first.ttl_ms, first.stays)
+                if one.chunk.ttl_ms == first.ttl_ms and one.chunk.stays == first.stays
             ]
             sent = alike[:STORES_PER_JOB_MAX]
             self._copied = [one for one in self._copied if one not in sent]
@@ -305,11 +296,10 @@ class Staging:
             self._report(transfer, ok=ok)
 
     def _report(self, transfer: StagedTransfer, *, ok: bool) -> None:
-        batch = self._batches[transfer.batch_id]
+        batch = transfer.batch
         (batch.done if ok else batch.failed).append(transfer.chunk.key)
         batch.left -= 1
         if not batch.left:
-            del self._batches[transfer.batch_id]
             batch.seconds = self._clock() - batch.started
             self._finished.append(batch)
 

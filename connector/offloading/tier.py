@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
+import numpy.typing as npt
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -62,12 +63,10 @@ if TYPE_CHECKING:
         ReqContext,
         ScheduleEndContext,
     )
-    from vllm.v1.kv_offload.config import OffloadingConfig
     from vllm.v1.kv_offload.tiering.base import TransferJob
 
     from connector.client import SidecarSession
     from connector.export import ExportedMemory
-    from connector.offloading.staging import Rows
 
 TOPOLOGY: Final = "offloading"
 """Chunks hold the parts of all ranks."""
@@ -77,16 +76,6 @@ CARRIED_MAX: Final = 3
 """How often a chunk is carried to vLLM's host tier for a request that does not run yet."""
 WITHOUT_SIDECAR_SECONDS: Final = 5.0
 """The deadline of a transfer that begins while there is no sidecar."""
-
-
-@dataclass(slots=True)
-class _Read:
-    """Chunks that the sidecar reads from the object store."""
-
-    request_id: str
-    keys: list[bytes]
-    deadline: float
-    session: SidecarSession
 
 
 @dataclass(slots=True)
@@ -123,12 +112,14 @@ class _Request:
         return self.request_params.writes and not self.void
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """One of vLLM's jobs, with vLLM's name for each key."""
+@dataclass(slots=True)
+class _Read:
+    """Chunks that the sidecar reads from the object store."""
 
-    request_id: str
-    names: dict[bytes, OffloadKey]
+    request: _Request
+    keys: list[bytes]
+    deadline: float
+    session: SidecarSession
 
 
 def _hit_source() -> Any:
@@ -140,35 +131,13 @@ def _hit_source() -> Any:
     return CacheHitSource.HOST
 
 
-def _attach_message(config: OffloadingConfig, row_namespace: bytes) -> Callable[..., Attach]:
-    """`Attach` with what both roles of this engine have in common."""
-    return partial(
-        Attach,
-        version=PROTOCOL_VERSION,
-        engine_id=str(config.engine_id),
-        rank=0,
-        world_size=1,
-        topology=TOPOLOGY,
-        namespace=row_namespace,
-        block_tokens=BLOCK_TOKENS,
-        blocks_per_chunk=1,
-        pid=os.getpid(),
-        model=served_as(config.model.name, config.model.name),
-    )
-
-
 class KVLakeTier(SecondaryTierManager):
     """A tier that is shared with other engines, and outlives this one.
 
     Args:
-        offloading_spec: vLLM's spec of its own tiers.
         primary_kv_view: vLLM's host tier, a row for each chunk.
-        tier_type: vLLM's name of this tier.
         namespace: what the bytes depend on beyond what vLLM tells a tier: model, weights, dtype,
             attention backend. Engines with the same one share chunks.
-        socket: the sidecar's `attach.sock`.
-        attach_seconds: how long the start may wait for a sidecar.
-        backpressure_detector: vLLM's.
         events_endpoint, events_replay: where a process of this machine subscribes to the engine's
             own KV events, and has them replayed; empty where it is not to be followed.
         preempted_are_new: whether vLLM's second model runner serves, which schedules what it
@@ -212,12 +181,25 @@ class KVLakeTier(SecondaryTierManager):
         self._request_params = RequestParamsReader(unsupported=CONNECTOR_ONLY)
         self._requests: dict[str, _Request] = {}
         self._offloaded = OffloadedRequests(preempted_are_new=preempted_are_new)
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, tuple[_Request | None, dict[bytes, OffloadKey]]] = {}
+        """The request of each of vLLM's jobs, and vLLM's name for each key."""
         self._reads: dict[int, _Read] = {}
         self._tiers = TierEvents()
         self.events = NamedEvents(self.keys.owner, self.keys.name_of)
         self._next_id = 1
-        attach = _attach_message(config, row_namespace)
+        attach = partial(
+            Attach,
+            version=PROTOCOL_VERSION,
+            engine_id=str(config.engine_id),
+            rank=0,
+            world_size=1,
+            topology=TOPOLOGY,
+            namespace=row_namespace,
+            block_tokens=BLOCK_TOKENS,
+            blocks_per_chunk=1,
+            pid=os.getpid(),
+            model=served_as(config.model.name, config.model.name),
+        )
         scheduler = attach(
             role=Role.SCHEDULER,
             want_events=wants_events,
@@ -230,15 +212,7 @@ class KVLakeTier(SecondaryTierManager):
         wait_seconds = option({"attach_seconds": attach_seconds}, "attach_seconds", 2.0)
         if not self.client.wait_attached(wait_seconds):
             wait_seconds = 0.0
-        self._staging = self._make_staging(region, attach, sockets, wait_seconds)
 
-    def _make_staging(
-        self,
-        region: Rows,
-        attach: Callable[..., Attach],
-        sockets: tuple[str, ...],
-        wait_seconds: float,
-    ) -> Staging:
         def connect(make_attempt: Callable[[], Attempt]) -> Client:
             client = Client(sockets, make_attempt)
             client.wait_attached(wait_seconds)
@@ -249,7 +223,9 @@ class KVLakeTier(SecondaryTierManager):
             return attach(role=Role.WORKER, segment=layout.segment, layout=layout, memory=shared)
 
         num_rows = max(STAGING_ROWS_MIN, min(len(region), STAGING_BYTES // self._row_bytes))
-        return Staging(region, num_rows, lambda memory: WorkerRole(memory, connect, describe))
+        self._staging = Staging(
+            region, num_rows, lambda memory: WorkerRole(memory, connect, describe)
+        )
 
     # --- lookup --------------------------------------------------------------------------------
 
@@ -263,8 +239,7 @@ class KVLakeTier(SecondaryTierManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """HIT: it is in the sidecar's host memory. RETRY: it is being read from the store."""
         request = self._requests.get(req_context.req_id)
-        session = self.client.session
-        if session is None or session.index is None or request is None or not request.reads:
+        if self.client.session is None or request is None or not request.reads:
             return LookupResult.MISS
         own = self._own_key(key, request, req_context)
         if own in request.missed:
@@ -275,7 +250,7 @@ class KVLakeTier(SecondaryTierManager):
             # up again was evicted for others. If those are of the same prompt, they would evict
             # each other forever.
             return LookupResult.MISS
-        flags = int(session.index.lookup(tags_of([own], session.index_salt))[0])
+        flags = int(self._flags([own])[0])
         allows = req_context.load_tier_filter.allows
         # A chunk read from the object store for it counts as one, though it is in host memory.
         if flags & FLAG_HOST and (own in request.brought or allows(Medium.CPU, Locality.LOCAL)):
@@ -288,6 +263,13 @@ class KVLakeTier(SecondaryTierManager):
             return LookupResult.RETRY
         return LookupResult.MISS
 
+    def _flags(self, keys: list[bytes]) -> npt.NDArray[np.uint8]:
+        """Which tiers of the sidecar hold each chunk; none without a sidecar."""
+        session = self.client.session
+        if session is None or session.index is None:
+            return np.zeros(len(keys), dtype=np.uint8)
+        return session.index.lookup(tags_of(keys, session.index_salt))
+
     def _own_key(self, key: OffloadKey, request: _Request | None, context: ReqContext) -> bytes:
         own = self.keys.key_of(key)
         self.events.named(own, key)
@@ -296,7 +278,7 @@ class KVLakeTier(SecondaryTierManager):
             request.places[get_offload_group_idx(key), end] = own
         return own
 
-    def _ask(self, request_id: str, request: _Request, session: SidecarSession) -> None:
+    def _ask(self, request: _Request, session: SidecarSession) -> None:
         """Have the sidecar read chunks that only the object store holds."""
         keys = list(request.wanted)[:KEYS_PER_MESSAGE_MAX]
         request.wanted.clear()
@@ -308,28 +290,16 @@ class KVLakeTier(SecondaryTierManager):
         request.reading.update(keys)
         request.lookups.append((session, lookup_id))
         deadline = time.monotonic() + wait_ms / 1000
-        self._reads[lookup_id] = _Read(request_id, keys, deadline, session)
-
-    def _reads_ended(self) -> None:
-        """End reads past their deadline or of another session."""
-        now, session = time.monotonic(), self.client.session
-        for lookup_id, read in list(self._reads.items()):
-            if now >= read.deadline or read.session is not session:
-                self._read_ended(lookup_id)
+        self._reads[lookup_id] = _Read(request, keys, deadline, session)
 
     def _read_ended(self, lookup_id: int) -> None:
         read = self._reads.pop(lookup_id, None)
-        request = None if read is None else self._requests.get(read.request_id)
-        session = self.client.session
-        if read is None or request is None:
+        if read is None:
             return
+        request = read.request
         request.reading.difference_update(read.keys)
-        if session is None or session.index is None:
-            request.missed.update(read.keys)
-            return
-        flags = session.index.lookup(tags_of(read.keys, session.index_salt)) & FLAG_HOST
-        for key, held in zip(read.keys, flags, strict=True):
-            (request.brought if held else request.missed).add(key)
+        for key, flags in zip(read.keys, self._flags(read.keys), strict=True):
+            (request.brought if flags & FLAG_HOST else request.missed).add(key)
 
     # --- transfers -----------------------------------------------------------------------------
 
@@ -338,25 +308,18 @@ class KVLakeTier(SecondaryTierManager):
         context = job_metadata.req_context
         request = self._requests.get(context.req_id)
         names = self._begin(job_metadata, request)
-        session = self.client.session
         rows: list[StagedRow] = []
         if request is not None and request.writes:
             ttl_ms, stays = request.request_params.ttl_ms, request.request_params.stays
-            held = np.zeros(len(names), dtype=np.uint8)
-            if session is not None and session.index is not None:
-                tags = tags_of(list(names), session.index_salt)
-                held = session.index.lookup(tags) & np.uint8(FLAG_HOST)
-            found = zip(names.items(), job_metadata.chunk_ids, held, strict=True)
+            found = zip(names.items(), job_metadata.chunk_ids, self._flags([*names]), strict=True)
             rows = [
                 StagedRow(own, int(chunk_id), self._parent(key, request, context), ttl_ms, stays)
-                for (own, key), chunk_id, there in found
-                if not there
+                for (own, key), chunk_id, flags in found
+                if not flags & FLAG_HOST
             ]
             # The head of a chain first: if time runs out, its end is missing.
             rows.sort(key=lambda row: context.get_offload_key_position(names[row.key]) or 0)
-        self._staging.begin(
-            job_metadata.job_id, rows, is_load=False, seconds_max=self._seconds(store=True)
-        )
+        self._carry(job_metadata.job_id, rows, is_load=False)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Carry chunks from the sidecar."""
@@ -368,13 +331,11 @@ class KVLakeTier(SecondaryTierManager):
             StagedRow(own, int(chunk_id))
             for own, chunk_id in zip(names, job_metadata.chunk_ids, strict=True)
         ]
-        self._staging.begin(
-            job_metadata.job_id, rows, is_load=True, seconds_max=self._seconds(store=False)
-        )
+        self._carry(job_metadata.job_id, rows, is_load=True)
 
     def _begin(self, job: TransferJob, request: _Request | None) -> dict[bytes, OffloadKey]:
         names = {self._own_key(key, request, job.req_context): key for key in job.keys}
-        self._jobs[job.job_id] = _Job(job.req_context.req_id, names)
+        self._jobs[job.job_id] = (request, names)
         return names
 
     def _parent(self, key: OffloadKey, request: _Request, context: ReqContext) -> bytes:
@@ -383,32 +344,37 @@ class KVLakeTier(SecondaryTierManager):
         before = (group, end - self._chunk_tokens.get(group, 0))
         return request.places.get(before, NO_PARENT)
 
-    def _seconds(self, *, store: bool) -> float:
-        session = self.client.session
-        if session is None:
-            return WITHOUT_SIDECAR_SECONDS
-        limits = session.limits
-        return (limits.store_deadline_ms_max if store else limits.load_deadline_ms_max) / 1000
+    def _carry(self, job_id: int, rows: list[StagedRow], *, is_load: bool) -> None:
+        seconds = WITHOUT_SIDECAR_SECONDS
+        if (session := self.client.session) is not None:
+            limits = session.limits
+            longest_ms = limits.load_deadline_ms_max if is_load else limits.store_deadline_ms_max
+            seconds = longest_ms / 1000
+        self._staging.begin(job_id, rows, is_load=is_load, seconds_max=seconds)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Take the sidecar's answers, and continue transfers."""
-        self._poll()
+        for message in self._tiers.poll(self.client):
+            if isinstance(message, LookupDone):
+                self._read_ended(message.lookup_id)
+        now, session = time.monotonic(), self.client.session
+        for lookup_id, read in list(self._reads.items()):
+            if now >= read.deadline or read.session is not session:
+                self._read_ended(lookup_id)
         self._staging.pump(self.client.session)
         results: list[JobResult] = []
         for batch in self._staging.finished():
-            job = self._jobs.pop(batch.batch_id)
-            request = self._requests.get(job.request_id)
+            request, names = self._jobs.pop(batch.batch_id)
             if batch.is_load and request is not None:
                 request.missed.update(batch.failed)
+            done = [names[key] for key in batch.done]
             results.append(
                 JobResult(
                     batch.batch_id,
                     success=not batch.failed,
-                    successful_keys=[job.names[key] for key in batch.done]
-                    if batch.failed
-                    else None,
+                    successful_keys=done if batch.failed else None,
                     transfer_time=batch.seconds,
-                    transfer_bytes=len(batch.done) * self._row_bytes,
+                    transfer_bytes=len(done) * self._row_bytes,
                 )
             )
         return results
@@ -429,7 +395,7 @@ class KVLakeTier(SecondaryTierManager):
                 request.missed.update(request.wanted)
                 request.wanted.clear()
             else:
-                self._ask(request_id, request, session)
+                self._ask(request, session)
         self._staging.pump(session)
 
     def has_pending_work(self) -> bool:
@@ -473,9 +439,3 @@ class KVLakeTier(SecondaryTierManager):
         """Detach."""
         self._staging.close()
         self.client.close()
-
-    def _poll(self) -> None:
-        for message in self._tiers.poll(self.client):
-            if isinstance(message, LookupDone):
-                self._read_ended(message.lookup_id)
-        self._reads_ended()

@@ -6,7 +6,6 @@ tiers.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,9 +44,8 @@ class OffloadedRequests:
     is too, and which are preempted, before anything of that step is stored. (vLLM 0.33 notes each
     block once, after it.) All methods ignore requests that were not added.
 
-    Args:
-        preempted_are_new: a preempted request is scheduled as new again, as vLLM's second model
-            runner does. Otherwise it looks like one that continues, and is excluded too.
+    If `preempted_are_new`, a preempted request is scheduled as new again, as vLLM's second model
+    runner does. Otherwise it looks like one that continues, and is excluded too.
     """
 
     def __init__(self, *, preempted_are_new: bool = False) -> None:
@@ -176,8 +174,8 @@ def guard_tiers(manager: Any, *, preempted_are_new: bool) -> OffloadedRequests:
         reset()
         requests.reset()
 
-    hooks = (on_new_request, lookup, prepare_load, prepare_store)
-    for hook in (*hooks, on_schedule_end, on_request_finished, reset_cache):
+    steps = (on_schedule_end, on_request_finished, reset_cache)
+    for hook in (on_new_request, lookup, prepare_load, prepare_store, *steps):
         setattr(manager, hook.__name__, hook)
     return requests
 
@@ -195,5 +193,4 @@ def disown_region(region: Any) -> None:
 
 def unlink_region(engine_id: str) -> None:
     """Remove the name once all workers have mapped it: the memory then ends with them."""
-    with contextlib.suppress(FileNotFoundError):
-        region_path(engine_id).unlink()
+    region_path(engine_id).unlink(missing_ok=True)
