@@ -21,8 +21,9 @@ from sidecar.core.commands import IndexOffer, Listed, OpenedGroup, SessionOpened
 from sidecar.core.directory import Cause, Directory
 from sidecar.core.engine import Engine
 from sidecar.core.outbox import EngineLimits, WritePolicy
-from sidecar.core.stored_table import ListedRow, listed_rows
+from sidecar.core.stored_table import ListedRow
 from sidecar.protocol import Role
+from tests.sidecar.catalog_rows import listed_rows
 from tiers.policy import make
 
 if TYPE_CHECKING:

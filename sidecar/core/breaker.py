@@ -1,7 +1,6 @@
 """A circuit breaker: stop using a store that fails, and notice when it works again.
 
-Owns state and pauses of one direction. Reads and writes have a breaker each: a full folder can
-still be read. Does not own requests or the clock. Pure.
+Reads and writes have a breaker each: a full folder can still be read.
 
 While CLOSED, all requests pass. `failures_max` failures in a row open the breaker. While OPEN,
 nothing passes until the pause is over; then one request passes as a TRIAL. If it succeeds, the
@@ -17,9 +16,6 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Final
-
-PAUSE_FACTOR: Final = 2.0
 
 
 class BreakerState(enum.StrEnum):
@@ -45,11 +41,9 @@ class Breaker:
     """The breaker of one direction."""
 
     def __init__(self, rules: BreakerRules) -> None:
-        self._failures_max = rules.failures_max
-        self._pause_seconds_first = min(rules.pause_seconds, rules.pause_seconds_max)
-        self._pause_seconds_max = rules.pause_seconds_max
+        self._rules = rules
         self._failures = 0
-        self._pause_seconds = self._pause_seconds_first
+        self._pause_seconds = min(rules.pause_seconds, rules.pause_seconds_max)
         self._until = 0.0
         self.state = BreakerState.CLOSED
         self.opened = 0
@@ -63,12 +57,12 @@ class Breaker:
         """Note that a request started that `passes` allowed; while open, it is the trial."""
         if self.state is not BreakerState.CLOSED:
             self.state = BreakerState.TRIAL
-            self._until = now + self._pause_seconds_max
+            self._until = now + self._rules.pause_seconds_max
 
     def succeeded(self) -> None:
         """Note that the store answered."""
         self._failures = 0
-        self._pause_seconds = self._pause_seconds_first
+        self._pause_seconds = min(self._rules.pause_seconds, self._rules.pause_seconds_max)
         self.state = BreakerState.CLOSED
 
     def abandoned(self, now: float) -> None:
@@ -83,10 +77,10 @@ class Breaker:
             # The request started before the breaker opened.
             return
         if self.state is BreakerState.TRIAL:
-            self._pause_seconds = min(self._pause_seconds * PAUSE_FACTOR, self._pause_seconds_max)
+            self._pause_seconds = min(2 * self._pause_seconds, self._rules.pause_seconds_max)
         else:
             self._failures += 1
-            if self._failures < self._failures_max:
+            if self._failures < self._rules.failures_max:
                 return
             self.opened += 1
         self.state = BreakerState.OPEN

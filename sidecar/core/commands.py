@@ -12,22 +12,24 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+import msgspec
 
-    from sidecar.core.stored_table import Keys, ListedRows
+from sidecar.core.stored_table import Keys, ListedRows
+from sidecar.protocol import ClientMessage, Role, ServerMessage
+from tiers.kv.layout import ChunkLayout, Segment
+
+if TYPE_CHECKING:
     from sidecar.core.tenants import TenantSnapshot
-    from sidecar.protocol import ClientMessage, Role, ServerMessage
-    from tiers.kv.layout import ChunkLayout, Segment
+
 
 # --- events ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedGroup:
+class OpenedGroup(msgspec.Struct, frozen=True):
     """One KV cache group of a client; `layout` is the chunk geometry of a worker's rank."""
 
     realm_id: int
@@ -36,8 +38,7 @@ class OpenedGroup:
     """Digest of the realm's namespace."""
 
 
-@dataclass(frozen=True, slots=True)
-class SessionOpened:
+class SessionOpened(msgspec.Struct, frozen=True):
     """A client attached."""
 
     session_id: int
@@ -72,8 +73,7 @@ class SessionOpened:
         return number % self.replicas == self.rank % self.replicas
 
 
-@dataclass(frozen=True, slots=True)
-class RestoredSlot:
+class RestoredSlot(msgspec.Struct, frozen=True):
     """A slot that an earlier run sealed. `sealed` and `used` are only good for sorting."""
 
     slot: int
@@ -92,22 +92,19 @@ class RestoredSlot:
     """Its chunk is not written to the store."""
 
 
-@dataclass(frozen=True, slots=True)
-class Restored:
+class Restored(msgspec.Struct, frozen=True):
     """What host memory held at the start; before any other event."""
 
     slots: tuple[RestoredSlot, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SessionClosed:
+class SessionClosed(msgspec.Struct, frozen=True):
     """The client's Unix socket was closed. Its running copies go on to their end."""
 
     session_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(msgspec.Struct, frozen=True):
     """A valid message of a client."""
 
     session_id: int
@@ -125,8 +122,7 @@ class CopyOutcome(enum.Enum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True)
-class Copied:
+class Copied(msgspec.Struct, frozen=True):
     """A `Gather` or `Scatter` ended; its slot and blocks are not used any more."""
 
     copy_id: int
@@ -147,8 +143,7 @@ class StoreOutcome(enum.Enum):
     UNAVAILABLE = "unavailable"
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
+class Written(msgspec.Struct, frozen=True):
     """A `Write` ended; its slot is not read any more."""
 
     write_id: int
@@ -158,8 +153,7 @@ class Written:
     """As announced in the catalog: microseconds since 1970."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReadDone:
+class ReadDone(msgspec.Struct, frozen=True):
     """A `Read` ended. OK: verified, in the slot, with `num_blocks` blocks."""
 
     read_id: int
@@ -173,8 +167,7 @@ class ReadDone:
     """Damaged, and different when read again: a fault of this node or its network."""
 
 
-@dataclass(frozen=True, slots=True)
-class Listed:
+class Listed(msgspec.Struct, frozen=True):
     """Rows of the catalog that are new to one realm; a row may be repeated."""
 
     realm_id: int
@@ -183,15 +176,13 @@ class Listed:
     """Segments of other parallel layouts, by bit from the world size on."""
 
 
-@dataclass(frozen=True, slots=True)
-class CaughtUp:
+class CaughtUp(msgspec.Struct, frozen=True):
     """Everything that a realm's catalog held at the start was `Listed`."""
 
     realm_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class ForgetRealms:
+class ForgetRealms(msgspec.Struct, frozen=True):
     """Evict some chunks of these realms, which no session uses; without chunks, forget them.
 
     Repeated until they are gone. Does nothing while work runs, or something is pinned, in one.
@@ -200,18 +191,15 @@ class ForgetRealms:
     realm_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     """Time passed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Resumed:
+class Resumed(msgspec.Struct, frozen=True):
     """The answer to `Resume`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Draining:
+class Draining(msgspec.Struct, frozen=True):
     """The sidecar stops: refuse new stores and lookups, and write what is queued."""
 
 
@@ -234,8 +222,7 @@ Event = (
 # --- commands ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
+class BlockCopy(msgspec.Struct, frozen=True):
     """A copy between a slot and blocks of a worker; answered by `Copied`."""
 
     copy_id: int
@@ -249,8 +236,7 @@ class BlockCopy:
     block_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Gather(BlockCopy):
+class Gather(BlockCopy, frozen=True):
     """Copy blocks into a slot, checksum and seal it."""
 
     parent: bytes
@@ -258,8 +244,7 @@ class Gather(BlockCopy):
     tenant: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class Scatter(BlockCopy):
+class Scatter(BlockCopy, frozen=True):
     """Copy blocks of a slot of `num_blocks` to the worker, from `first_block` on.
 
     With `verify`, the whole slot is compared with its checksum.
@@ -270,8 +255,7 @@ class Scatter(BlockCopy):
     verify: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Write:
+class Write(msgspec.Struct, frozen=True):
     """Write a sealed slot to the object store; answered by `Written`.
 
     With `verify` it is compared with its checksum first. Readers always compare.
@@ -290,8 +274,7 @@ class Write:
     verify: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
+class Read(msgspec.Struct, frozen=True):
     """Read one segment from the object store into a slot, and verify it; answered by `ReadDone`.
 
     `sources` are the bits of the segments to make it from: the rank's own, or others.
@@ -306,8 +289,7 @@ class Read:
     tenant: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class Quarantine:
+class Quarantine(msgspec.Struct, frozen=True):
     """Move a corrupt object aside, so that nobody reads it again. Best effort, not answered."""
 
     realm_id: int
@@ -316,33 +298,28 @@ class Quarantine:
     key: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Withdraw:
+class Withdraw(msgspec.Struct, frozen=True):
     """Announce that the object of a segment is gone. Best effort, not answered."""
 
     realm_id: int
     bit: int
-    """A rank, or a segment of another parallel layout."""
     key: bytes
     written_at: int
     """As the catalog says; a later write stays valid."""
 
 
-@dataclass(frozen=True, slots=True)
-class Resume:
+class Resume(msgspec.Struct, frozen=True):
     """Call again in the next turn of the event loop; answered by `Resumed`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(msgspec.Struct, frozen=True):
     """Send a message to a session; dropped if it is closed."""
 
     session_id: int
     message: ServerMessage
 
 
-@dataclass(frozen=True, slots=True)
-class IndexSet:
+class IndexSet(msgspec.Struct, frozen=True):
     """Set the entry of a chunk in the shared index. Neither flag: remove it."""
 
     realm_id: int
@@ -351,8 +328,7 @@ class IndexSet:
     in_store: bool
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class IndexOffer:
+class IndexOffer(msgspec.Struct, frozen=True, eq=False):
     """Set the entries of chunks that are in the store and not in host memory."""
 
     realm_id: int
@@ -380,13 +356,7 @@ class PendingWork:
     @property
     def idle(self) -> bool:
         """Whether there is none."""
-        return not (
-            self.copies_running
-            or self.writes_running
-            or self.writes_pending
-            or self.reads_running
-            or self.reads_queued
-        )
+        return self == PendingWork(0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)

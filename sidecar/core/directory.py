@@ -1,8 +1,8 @@
 """Where each chunk is: in host memory, a slot per rank; in the store, a bit per rank.
 
 Owns the realms (one namespace in one parallel layout), their chunks, the transition table of a
-segment, and the list of chunks whose public flags changed. Does not own slots (it only notes their
-offsets), pins (it only counts them), or the order of eviction.
+segment, and the list of chunks whose public flags changed. Does not own slots, pins, or the order
+of eviction.
 
 A chunk that only the store holds is one entry of a table (`stored_table.py`); there may be millions
 of them. A `Chunk` exists while some of it is in host memory, on its way there, or pinned.
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from sidecar.core.stored_table import StoredChunks, distinct, widened
+from sidecar.core.stored_table import StoredChunks, distinct
 from sidecar.protocol import Role
 from tiers.kv.reshard import cover
 
@@ -173,6 +173,7 @@ class SegmentSources:
         self._foreign: list[Segment] = []
         self._full = (1 << world_size) - 1
         self._sources: dict[int, tuple[tuple[int, ...], ...]] = {}
+        """By mask, the bits to read for each rank."""
 
     @property
     def known_mask(self) -> int:
@@ -210,23 +211,20 @@ class SegmentSources:
         if known is None:
             if len(self._sources) >= ANSWERS_MAX:
                 self._sources.clear()
+            bits: dict[Segment, int] = {}
+            for bit, segment in enumerate((*self._own, *self._foreign)):
+                if segment is not None and mask >> bit & 1:
+                    bits.setdefault(segment, bit)
             known = self._sources[mask] = tuple(
-                self._cover(mask, rank) for rank in range(self.world_size)
+                (rank,) if mask >> rank & 1 else _cover(target, bits)
+                for rank, target in enumerate(self._own)
             )
         return known
 
-    def _cover(self, mask: int, rank: int) -> tuple[int, ...]:
-        if mask >> rank & 1:
-            return (rank,)
-        target = self._own[rank]
-        if target is None:
-            return ()
-        bits: dict[Segment, int] = {}
-        for bit, segment in enumerate((*self._own, *self._foreign)):
-            if segment is not None and mask >> bit & 1:
-                bits.setdefault(segment, bit)
-        found = cover(target, bits)
-        return () if found is None else tuple(bits[segment] for segment in found)
+
+def _cover(target: Segment | None, bits: dict[Segment, int]) -> tuple[int, ...]:
+    found = None if target is None else cover(target, bits)
+    return () if found is None else tuple(bits[segment] for segment in found)
 
 
 class Realm:
@@ -245,7 +243,7 @@ class Realm:
         self.slot_classes = [-1] * world_size
         self.slot_bytes = [0] * world_size
         self.chunks: dict[bytes, Chunk] = {}
-        self.stored = StoredChunks(world_size)
+        self.stored = StoredChunks(world_size + FOREIGN_MAX)
         """Segments in the store."""
         self.hosted_chunks = 0
         self.stored_chunks = 0
@@ -329,16 +327,9 @@ class Directory:
 
     def open_realm(self, realm_id: int, world_size: int) -> Realm:
         """The realm, created on first use."""
-        realm = self.realms.get(realm_id)
-        if realm is None:
-            realm = Realm(realm_id, world_size, readable=self._readable)
-            self.realms[realm_id] = realm
-        return realm
-
-    def forget_realm(self, realm: Realm) -> None:
-        """Forget a realm without chunks, and what the store holds of it."""
-        assert not realm.chunks, "a chunk would be lost"
-        del self.realms[realm.realm_id]
+        if realm_id not in self.realms:
+            self.realms[realm_id] = Realm(realm_id, world_size, readable=self._readable)
+        return self.realms[realm_id]
 
     def open_chunk(self, realm: Realm, key: bytes, tenant: bytes = b"") -> Chunk:
         """The chunk, created if there is none. `drop_if_unused` deletes it again."""
@@ -360,8 +351,7 @@ class Directory:
 
     def move(self, segment: HostSegment, cause: Cause) -> None:
         """Change the state of a segment along the table. Raises `IllegalTransition`."""
-        chunk = segment.chunk
-        before = segment.state
+        chunk, before = segment.chunk, segment.state
         after = TRANSITIONS.get((before, cause))
         if after is None:
             raise IllegalTransition(
@@ -395,8 +385,7 @@ class Directory:
         Returns which of them became readable. `take_changes` does not report them.
         """
         before = realm.stored.add(columns.high, columns.low, columns.masks, columns.written_at)
-        masks = before | widened(columns.masks, before.shape[1])
-        readable = realm.readable_in(masks) & ~realm.readable_in(before)
+        readable = realm.readable_in(before | columns.masks) & ~realm.readable_in(before)
         realm.stored_chunks += int(np.count_nonzero(readable))
         return readable
 

@@ -2,9 +2,8 @@
 
 Owns the sessions, and calls the parts that decide: `directory.py` (where chunks are),
 `host_tier.py` (slots), `jobs.py` (copies of workers), `lookups.py` (waiting for the store),
-`reads.py` and `writes.py`, `store_view.py` (the catalog), `leases.py` (pins of loads),
-`request_pins.py` (pins of requests). No I/O, no clock, no randomness: the same events in the same
-order give the same commands. Epochs and frames are checked before.
+`reads.py` and `writes.py`, `store_view.py` (the catalog), `pins.py` (leases of loads, and pins of
+requests). The same events in the same order give the same commands. Epochs are checked before.
 
 Invariants, which the tests verify after every event: every allocated slot belongs to exactly one
 segment, zombie or restored slot; every pin has an owner; what runs on a slot is what the parts say.
@@ -51,12 +50,10 @@ from sidecar.core.event_feeds import EventFeed
 from sidecar.core.fair_share import FairShares
 from sidecar.core.host_tier import HostChange, HostTier
 from sidecar.core.jobs import Job, Jobs
-from sidecar.core.leases import Leases
 from sidecar.core.lookups import Lookups
 from sidecar.core.outbox import CoreParts, EngineLimits, Outbox
-from sidecar.core.pins import Pins
+from sidecar.core.pins import Leases, Pins, RequestPins
 from sidecar.core.reads import Reads
-from sidecar.core.request_pins import RequestPins
 from sidecar.core.store_view import StoreView
 from sidecar.core.tenants import Tenants
 from sidecar.core.writes import Writes
@@ -74,26 +71,15 @@ CHUNKS_FORGOTTEN_MAX: Final = 64
 """Chunks that one `ForgetRealms` evicts. Each takes about 20 microseconds of the event loop."""
 
 
-def _always(*_: object) -> bool:
-    return True
-
-
-def _ignore(*_: object) -> None:
-    pass
-
-
 class Engine:
     """Decides. Give it every event, carry out every command, and report how each one ended.
 
     Its parts are public so that tests can check what holds between them.
 
-    Args:
-        policy: the order of eviction of all chunks.
-        admit_write: whether a tenant may have this many bytes and objects more in the store, in
-            the namespace of a realm.
-        room_to_write: whether that namespace may have this many bytes and objects more.
-        notify: called with every chunk that became available in a tier, or left it, except for
-        notify_listed: those of which only the catalog is known.
+    `admit_write` says whether a tenant may have this many bytes and objects more in the store, in
+    the namespace of a realm; `room_to_write`, whether that namespace may. `notify` takes every
+    chunk that became available in a tier, or left it; `notify_listed` takes those of which only
+    the catalog is known.
     """
 
     def __init__(
@@ -104,10 +90,10 @@ class Engine:
         *,
         epoch: int,
         tenants: Tenants | None = None,
-        admit_write: Callable[[int, bytes, int, int], bool] = _always,
-        room_to_write: Callable[[int, int, int], bool] = _always,
-        notify: Callable[[list[FlagChange]], None] = _ignore,
-        notify_listed: Callable[[Realm, Keys], None] = _ignore,
+        admit_write: Callable[[int, bytes, int, int], bool] = lambda *_: True,
+        room_to_write: Callable[[int, int, int], bool] = lambda *_: True,
+        notify: Callable[[list[FlagChange]], None] = lambda _: None,
+        notify_listed: Callable[[Realm, Keys], None] = lambda *_: None,
     ) -> None:
         self.counters = Counters()
         self.limits = limits
@@ -118,20 +104,12 @@ class Engine:
         self.notify_listed = notify_listed
         self._outbox = Outbox(epoch)
         self._event_feeds: dict[int, EventFeed] = {}
-        self.directory = Directory(readable=limits.store_reads)
-        self.tenants = Tenants() if tenants is None else tenants
-        self.shares = FairShares(limits.shares)
-        self.host = HostTier(self.directory, slots, policy, self.counters, self.tenants)
-        parts = CoreParts(
-            epoch,
-            limits,
-            self.directory,
-            self.host,
-            self.counters,
-            self.tenants,
-            self.shares,
-            self._outbox.emit,
-        )
+        directory = self.directory = Directory(readable=limits.store_reads)
+        self.tenants = tenants = Tenants() if tenants is None else tenants
+        shares = self.shares = FairShares(limits.shares)
+        host = self.host = HostTier(directory, slots, policy, self.counters, tenants)
+        emit = self._outbox.emit
+        parts = CoreParts(epoch, limits, directory, host, self.counters, tenants, shares, emit)
         self.pins = Pins(self.directory, self.shares.pinned)
         self.store = StoreView(parts)
         self.breakers = {name: Breaker(limits.breaker) for name in ("read", "write")}
@@ -180,10 +158,11 @@ class Engine:
                 self.host.restore(event.slots)
             case Listed():
                 self._publish_listed(event)
-            case CaughtUp(realm_id) if realm_id in self.directory.realms:
-                self.writes.caught_up(realm_id)
             case CaughtUp():
-                self.counters.stale_messages += 1
+                known = event.realm_id in self.directory.realms
+                self.counters.stale_messages += not known
+                if known:
+                    self.writes.backfill.caught_up(event.realm_id)
             case ForgetRealms():
                 self._forget_realms(event.realm_ids)
             case Tick():
@@ -191,9 +170,8 @@ class Engine:
                 self.lookups.expire(now)
                 self.request_pins.expire(now)
             case Resumed():
-                self._outbox.resumed()
+                self._outbox.resuming = self.reads.resuming = False
                 self._adopt()
-                self.reads.resumed()
             case Draining():
                 self.draining = True
                 self.request_pins.drain()
@@ -395,9 +373,9 @@ class Engine:
         ):
             return
         for realm in realms:
-            self.directory.forget_realm(realm)
+            del self.directory.realms[realm.realm_id]
             self.store.forget_realm(realm.realm_id)
-            self.writes.forget_realm(realm.realm_id)
+            self.writes.backfill.forget_realm(realm.realm_id)
             self.leases.forget_realm(realm.realm_id)
 
     # --- status --------------------------------------------------------------------------------
@@ -445,12 +423,9 @@ class Engine:
             draining=self.draining,
             realms=tuple(
                 RealmSnapshot(
-                    realm.realm_id,
-                    sessions[realm.realm_id],
-                    realm.hosted_chunks,
-                    realm.stored_chunks,
+                    one.realm_id, sessions[one.realm_id], one.hosted_chunks, one.stored_chunks
                 )
-                for realm in realms
+                for one in realms
             ),
             tenants=self.tenants.snapshot(),
         )

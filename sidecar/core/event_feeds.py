@@ -81,10 +81,10 @@ class EventFeed:
                 if was != now:
                     self._add(events, change.realm, change.key, change.chunk, tier, there=now)
         stored, removed = events
-        for stored_part in _parts(stored):
-            self._send(stored_part, [])
-        for removed_part in _parts(removed):
-            self._send([], removed_part)
+        for start in range(0, len(stored), EVENTS_PER_MESSAGE_MAX):
+            self._send(stored[start : start + EVENTS_PER_MESSAGE_MAX], [])
+        for start in range(0, len(removed), EVENTS_PER_MESSAGE_MAX):
+            self._send([], removed[start : start + EVENTS_PER_MESSAGE_MAX])
 
     def listed(self, realm: Realm, keys: Keys) -> None:
         """Queue chunks that the catalog named."""
@@ -172,7 +172,9 @@ class EventFeed:
     ) -> None:
         stored, removed = events
         number, _ = self._realms[realm.realm_id]
-        tokens = 0 if chunk is None else _tokens(chunk)
+        layout = realm.layouts[0]
+        # 0 while its length is unknown.
+        tokens = chunk.segments[0].num_blocks * layout.block_tokens if chunk and layout else 0
         if not there:
             removed.append(RemovedEvent(key, _TIERS[tier], number))
         elif chunk is not None and tokens:
@@ -189,17 +191,6 @@ class EventFeed:
             events[0].append(StoredEvent(key[:EVENT_NAME_BYTES], b"", tokens, _TIERS[1], number))
 
 
-def _tokens(chunk: Chunk) -> int:
-    """Tokens of a chunk, 0 while its length is unknown."""
-    layout = chunk.realm.layouts[0]
-    return 0 if layout is None else chunk.segments[0].num_blocks * layout.block_tokens
-
-
 def _batches(items: Iterator[T]) -> Iterator[list[T]]:
     while batch := list(itertools.islice(items, SLICE_CHUNKS)):
         yield batch
-
-
-def _parts(items: list[T]) -> Iterator[list[T]]:
-    for start in range(0, len(items), EVENTS_PER_MESSAGE_MAX):
-        yield items[start : start + EVENTS_PER_MESSAGE_MAX]

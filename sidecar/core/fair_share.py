@@ -1,15 +1,13 @@
 """Fair shares: how much may be queued or pinned in total, and how much of it one session may have.
 
-Owns the shares of everything that waits (memory of the control plane, copies, host memory that is
-being filled or pinned, lookups, leases, jobs), and the count of refusals by reason. Does not own
-the users of a share: each gives back the same amount that it took.
+Owns the shares of everything that waits, and the count of refusals by reason. Does not own the
+users of a share: each gives back the same amount that it took.
 
-Every share has one rule: a session may have at most `alpha` times what is free. With 1, one session
-that floods gets half, two get a third each, and a new session finds as much as each of them has.
-Sessions are not counted, and nothing is reserved for idle ones. (Choudhury and Hahne, Dynamic
-queue length thresholds for shared-memory packet switches, IEEE/ACM Transactions on Networking 6(2),
-1998.) One long prompt may need most of the pinned memory, so there one session gets up to seven
-eighths.
+A session may have at most `alpha` times what is free. With 1, one session that floods gets half,
+two get a third each, and a new session finds as much as each of them has. Nothing is reserved for
+idle sessions. (Choudhury and Hahne, Dynamic queue length thresholds for shared-memory packet
+switches, IEEE/ACM Transactions on Networking 6(2), 1998.) One long prompt may need most of the
+pinned memory, so there one session gets up to seven eighths.
 
 Invariants: a share never exceeds its limit; a session that holds nothing is not in it; when nothing
 waits, everything is zero.
@@ -26,8 +24,6 @@ if TYPE_CHECKING:
     from sidecar.protocol import LoadChunk, StoreChunk
 
 PINNED_ALPHA: Final = 7
-REQUEST_PINS_DIVISOR: Final = 2
-"""Requests may pin half of what may be pinned: loads need the rest."""
 
 # Cost of one of each in Python's heap, rounded up; tests/sidecar/test_fair_share.py measures it.
 LOOKUP_BYTES: Final = 1024
@@ -99,9 +95,8 @@ class FairShares:
         self.copies = Share("copies", limits.copies_queued_max)
         self.storing = Share("storing", limits.storing_bytes_max)
         self.pinned = Share("pinned", limits.pinned_bytes_max, PINNED_ALPHA)
-        self.request_pins = Share(
-            "kept", limits.pinned_bytes_max // REQUEST_PINS_DIVISOR, PINNED_ALPHA
-        )
+        # Half of what may be pinned: loads need the rest.
+        self.request_pins = Share("kept", limits.pinned_bytes_max // 2, PINNED_ALPHA)
         self.lookups = Share("lookups", limits.lookups_max)
         self.leases = Share("leases", limits.leases_max)
         self.jobs: Counter[int] = Counter()

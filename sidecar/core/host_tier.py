@@ -2,34 +2,24 @@
 
 Owns the ledger of slots between the pool (which allocates them) and the directory (which says what
 they hold), the orders of eviction, and zombies: slots of detached chunks on which a copy, read or
-write still runs. Does not decide what to store, read or write.
+write still runs. Does not decide what to store, read or write. `EvictionOrders` is the only place
+where the core calls a policy (`tiers/policy/`).
 
-Slots that an earlier run sealed stay in `RestoredSlots` until a worker attaches to whose rank they
-belong; then they become segments of chunks. A tenant at its limit evicts its own chunks only; below
-it, its chunks compete with all others for free slots.
-
-`EvictionOrders` is the only place where the core calls a policy (`tiers/policy/`).
-
-Invariants:
-
-* A slot is freed only when nothing runs on it.
-* The allocated slots are those of segments, zombies and `RestoredSlots`. A tenant is charged for
-  exactly the slots of its chunks.
-* A slot is sealed in the pool while its segment is HOST, or it is unclaimed.
-* A chunk is in the orders of eviction while one of its segments is HOST, it is in the directory,
-  and no request pins it. (From its first segment on, not its last: a chunk whose other ranks never
-  arrive must be evictable.)
-* An expired chunk cannot be found, whatever pins it.
+Invariants: a slot is freed only when nothing runs on it; the allocated slots are those of segments,
+zombies and `RestoredSlots`; a tenant is charged for exactly the slots of its chunks; a slot is
+sealed in the pool while its segment is HOST, or it is unclaimed; a chunk is in the orders of
+eviction while one of its segments is HOST (otherwise a chunk whose other ranks never arrive could
+not be evicted), it is in the directory, and no request pins it; an expired chunk cannot be found,
+whatever pins it.
 """
 
 from __future__ import annotations
 
 import enum
-import heapq
 import math
 from collections import deque
 from itertools import islice
-from typing import TYPE_CHECKING, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from sidecar.core.commands import RestoredSlot
 from sidecar.core.directory import Cause, Chunk, Directory, HostSegment, Realm, SegmentState
@@ -37,7 +27,7 @@ from sidecar.core.restored import RestoredSlots
 from sidecar.core.retention import FOR_EVER, Expiries, Retention, slot_tag
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from sidecar.core.commands import Counters
     from sidecar.core.restored import SlotAllocator
@@ -45,20 +35,14 @@ if TYPE_CHECKING:
     from tiers.kv.layout import ChunkLayout
     from tiers.policy.policy import Policy
 
-
 VICTIMS_SCANNED_MAX: Final = 1024
 """Entries of the eviction order that one search examines."""
-
 EVICTIONS_PER_SLOT_MAX: Final = 64
 """Chunks of other slot classes that are evicted for one slot, until a slab is empty."""
 
 
-class _Moment(NamedTuple):
-    """When a restored slot was stored, or last used."""
-
-    when: int
-    was_use: bool
-    restored: RestoredSlot
+_Moment = tuple[int, bool, RestoredSlot]
+"""When a restored slot was stored (False), or last used (True)."""
 
 
 class HostChange(enum.Enum):
@@ -134,7 +118,11 @@ class HostTier:
     def reserve(self, segment: HostSegment, cause: Cause, retention: Retention = FOR_EVER) -> bool:
         """Give an absent segment a slot to be filled (GATHER or READ). False if there is none."""
         chunk = segment.chunk
-        within_limit, slot = self._with_room(segment, lambda: self._allocate(segment))
+        # Pinned, because other segments of this chunk must not be evicted for this slot.
+        chunk.pins += 1
+        within_limit = self._make_room(chunk.tenant, segment.slot_bytes)
+        slot = self._allocate(segment) if within_limit else None
+        chunk.pins -= 1
         if slot is None:
             self._count_dropped(chunk.tenant, cause, within_limit=within_limit)
             return False
@@ -283,37 +271,20 @@ class HostTier:
         while (slot := self.restored_slots.give_up(-1)) is not None:
             self._free_unclaimed(slot)
         for realm in self._directory.realms.values():
-            for chunk in list(realm.chunks.values()):
-                if chunk.hosted and chunk.pins == 0 and not chunk.busy:
-                    self._evict(chunk)
-
-    def _with_room(
-        self, segment: HostSegment, allocate: Callable[[], int | None]
-    ) -> tuple[bool, int | None]:
-        """Allocate within the tenant's limit. Returns whether the limit allows it, and the slot."""
-        chunk = segment.chunk
-        # Pinned, because other segments of this chunk must not be evicted for this slot.
-        chunk.pins += 1
-        within_limit = self._make_room(chunk.tenant, segment.slot_bytes)
-        slot = allocate() if within_limit else None
-        chunk.pins -= 1
-        return within_limit, slot
+            self.evict_realm(realm, len(realm.chunks))
 
     def _make_room(self, tenant: bytes, num_bytes: int) -> bool:
         """Evict chunks of a tenant with a limit until it may have `num_bytes` more."""
-        if self._tenants.quota(tenant).host_bytes_max is None:
+        limit = self._tenants.quota(tenant).host_bytes_max
+        if limit is None:
             return True
         account = self._tenants.account(tenant)
-        assert account.quota.host_bytes_max is not None, "just looked up"
-        assert account.order is not None, "a tenant with a limit has an order"
-        left = account.quota.host_bytes_max - num_bytes
-        tries = 0
-        while 0 <= left < account.host_bytes and tries < EVICTIONS_PER_SLOT_MAX:
-            victim = self._victim(account.order)
+        left = limit - num_bytes
+        for _ in range(EVICTIONS_PER_SLOT_MAX):
+            victim = self._victim(account.order) if 0 <= left < account.host_bytes else None
             if victim is None:
                 break
             self._evict(victim)
-            tries += 1
         fits = account.host_bytes <= left
         self._tenants.close_if_unused(tenant)
         return fits
@@ -321,25 +292,24 @@ class HostTier:
     def _allocate(self, segment: HostSegment) -> int | None:
         class_id = segment.chunk.realm.slot_classes[segment.rank]
         slot = self.slots.allocate(class_id)
-        tries = 0
         # Unclaimed slots go first, even several for one.
-        while slot is None and tries < EVICTIONS_PER_SLOT_MAX:
-            unclaimed = self.restored_slots.give_up(class_id)
+        for _ in range(EVICTIONS_PER_SLOT_MAX):
+            unclaimed = self.restored_slots.give_up(class_id) if slot is None else None
             if unclaimed is None:
                 break
             self._free_unclaimed(unclaimed)
             slot = self.slots.allocate(class_id)
-            tries += 1
-        tries = 0
-        while slot is None and tries <= EVICTIONS_PER_SLOT_MAX:
-            # A victim of the same class frees exactly what is needed, so it is the first choice.
-            victim = None if tries else self._victim(class_id=class_id)
+        # A victim of the same class frees exactly what is needed, so it is the first choice.
+        victim = self._victim(class_id=class_id) if slot is None else None
+        for _ in range(EVICTIONS_PER_SLOT_MAX):
+            if slot is not None:
+                break
             victim = victim or self._victim()
             if victim is None:
                 return None
             self._evict(victim)
+            victim = None
             slot = self.slots.allocate(class_id)
-            tries += 1
         if slot is not None:
             assert slot not in self.allocated, f"slot {slot} was given out twice"
             self.allocated.add(slot)
@@ -385,15 +355,11 @@ class HostTier:
         layout = realm.layouts[rank]
         assert layout is not None, "just registered"
         slots = self.restored_slots.matching(namespace, layout, realm.slot_classes[rank])
-        sealed = sorted(slots, key=lambda one: one.sealed)
-        used = sorted((one for one in slots if one.used > one.sealed), key=lambda one: one.used)
-        history = heapq.merge(
-            (_Moment(one.sealed, False, one) for one in sealed),
-            (_Moment(one.used, True, one) for one in used),
-            key=lambda moment: moment[:2],
-        )
+        history: list[_Moment] = [(one.sealed, False, one) for one in slots]
+        history += [(one.used, True, one) for one in slots if one.used > one.sealed]
+        history.sort(key=lambda moment: moment[:2])
         if slots:
-            self.adoptions.append((realm, rank, history))
+            self.adoptions.append((realm, rank, iter(history)))
 
     def adopt(self, moments_max: int) -> bool:
         """Replay up to `moments_max` stores and uses of queued slots; returns whether more remain.
@@ -404,27 +370,22 @@ class HostTier:
         left = moments_max
         while self.adoptions and left:
             realm, rank, history = self.adoptions[0]
-            for moment in history:
-                self._replay(realm, rank, moment)
+            for _, was_use, restored in islice(history, left):
                 left -= 1
-                if not left:
-                    break
-            else:
+                if was_use:
+                    self._replay_use(realm, rank, restored)
+                elif restored in self.restored_slots:
+                    self._adopt(realm, rank, restored)
+            if left:
                 self.adoptions.popleft()
         return bool(self.adoptions)
 
-    def _replay(self, realm: Realm, rank: int, moment: _Moment) -> None:
-        restored = moment.restored
-        if not moment.was_use:
-            if restored in self.restored_slots:
-                self._adopt(realm, rank, restored)
-            return
+    def _replay_use(self, realm: Realm, rank: int, restored: RestoredSlot) -> None:
         chunk = realm.chunks.get(restored.key)
-        if chunk is None:
-            return
-        segment = chunk.segments[rank]
-        if segment.slot == restored.slot and segment.state is SegmentState.HOST:
-            self.orders.use(chunk)
+        if chunk is not None:
+            segment = chunk.segments[rank]
+            if segment.slot == restored.slot and segment.state is SegmentState.HOST:
+                self.orders.use(chunk)
 
     def _adopt(self, realm: Realm, rank: int, restored: RestoredSlot) -> None:
         chunk = self._directory.open_chunk(realm, restored.key, restored.tenant)
@@ -433,15 +394,17 @@ class HostTier:
             # Another slot holds this segment, of another rank or realm. This one stays unclaimed.
             return
         self.restored_slots.claim(restored)
-        _, slot = self._with_room(segment, lambda: restored.slot)
-        if slot is None:
+        chunk.pins += 1
+        within_limit = self._make_room(chunk.tenant, segment.slot_bytes)
+        chunk.pins -= 1
+        if not within_limit:
             # The limit of its tenant was lowered.
             self._free_unclaimed(restored.slot)
             self._directory.drop_if_unused(chunk)
             return
         self._retain(chunk, Retention(restored.expires_at, stays=restored.stays))
         self._tenants.charge(chunk.tenant, segment.slot_bytes)
-        segment.slot = slot
+        segment.slot = restored.slot
         self._publish(segment, Cause.RESTORED, restored.num_blocks, restored.parent)
         if chunk.loadable:
             self._counters.chunks_restored += 1

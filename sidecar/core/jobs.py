@@ -118,33 +118,30 @@ class Jobs:
             segment = chunk.segments[session.segment_number] if chunk is not None else None
             if segment is None or segment.state is not SegmentState.HOST:
                 job.outcomes.add(Outcome.MISSING)
-                break
+                return self._ended(job)
             if piece.first_block + len(piece.block_ids) > segment.num_blocks:
                 job.outcomes.add(Outcome.FAILED)
-                break
+                return self._ended(job)
             segments.append(segment)
+        costs = [load_cost(piece) for piece in message.chunks]
+        if not costs or self._admit(job, sum(costs), len(costs)):
+            for piece, segment, cost in zip(message.chunks, segments, costs, strict=True):
+                self._scatter(job, piece, segment, cost)
         else:
-            self._scatter_all(job, message.chunks, segments)
-        return self._ended(job)
-
-    def _scatter_all(self, job: Job, pieces: list[LoadChunk], segments: list[HostSegment]) -> None:
-        if not pieces:
-            return
-        session_id, shares = job.session.session_id, self._shares
-        costs = [load_cost(piece) for piece in pieces]
-        wanted = ((shares.memory, sum(costs)), (shares.copies, len(costs)))
-        if not self._begin(job, "load") or not shares.admit("load", session_id, *wanted):
             self._counters.loads_dropped_full += 1
             job.outcomes.add(Outcome.FULL)
-            return
-        for piece, segment, cost in zip(pieces, segments, costs, strict=True):
-            self._scatter(job, piece, segment, cost)
+        return self._ended(job)
 
-    def _begin(self, job: Job, what: str) -> bool:
-        """Count the job as running, once."""
+    def _admit(self, job: Job, cost: int, copies: int, storing: int = 0) -> bool:
+        """Take the shares of copies. The first ones of a job also count it as running."""
+        shares, session_id = self._shares, job.session.session_id
+        what = "load" if job.loading else "store"
         if not job.begun:
-            job.begun = self._shares.begin_job(what, job.session.session_id)
-        return job.begun
+            job.begun = shares.begin_job(what, session_id)
+        wanted = [(shares.memory, cost), (shares.copies, copies)]
+        if storing:
+            wanted.append((shares.storing, storing))
+        return job.begun and shares.admit(what, session_id, *wanted)
 
     def _scatter(self, job: Job, piece: LoadChunk, segment: HostSegment, cost: int) -> None:
         chunk = segment.chunk
@@ -229,7 +226,12 @@ class Jobs:
             storing=segment.slot_bytes,
             parent=piece.parent,
         )
-        if not self._reserve(copy, retention):
+        if not self._admit(job, copy.cost, 1, copy.storing):
+            self._counters.stores_dropped_share += 1
+            self._directory.drop_if_unused(chunk)
+            return Outcome.FULL
+        if not self._host.reserve(segment, Cause.GATHER, retention):
+            self._give_back(copy)
             self._directory.drop_if_unused(chunk)
             return Outcome.FULL
         self._emit(
@@ -249,17 +251,6 @@ class Jobs:
             )
         )
         return None
-
-    def _reserve(self, copy: RunningCopy, retention: Retention) -> bool:
-        session_id, shares = copy.job.session.session_id, self._shares
-        wanted = ((shares.memory, copy.cost), (shares.copies, 1), (shares.storing, copy.storing))
-        if not self._begin(copy.job, "store") or not shares.admit("store", session_id, *wanted):
-            self._counters.stores_dropped_share += 1
-            return False
-        if not self._host.reserve(copy.segment, Cause.GATHER, retention):
-            self._give_back(copy)
-            return False
-        return True
 
     # --- endings -------------------------------------------------------------------------------
 

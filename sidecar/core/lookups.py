@@ -89,7 +89,6 @@ class Lookups:
         self._emit = parts.emit
         self._epoch = parts.epoch
         self._limits = parts.limits
-        self._ttl_seconds_max = parts.limits.lease_ttl_seconds_max
         self._credits = defaultdict[int, Credit](lambda: Credit(parts.limits.regret_max))
         """By session."""
         self._now = 0.0
@@ -109,21 +108,21 @@ class Lookups:
 
         `realms` are those of the session's KV cache groups, in their order.
         """
-        realm = realms[0]
         self._now = now
         self._counters.lookups += 1
         self._tenants.counters(message.tenant).lookups += 1
         self.release(session_id, message.lookup_id)
         own = self._by_session.setdefault(session_id, {})
-        cost = lookup_cost(realm, len(message.keys))
+        cost = lookup_cost(realms[0], len(message.keys))
         if not self._admit(session_id, own, cost):
             self._counters.lookups_refused += 1
             self._reply(session_id, message.lookup_id, 0, Outcome.FULL)
             return
         chunks = self._run(realms, message)
+        outcome = Outcome.OK
         fitting = self._pins.fitting(session_id, chunks)
-        cut = fitting < len(chunks)
-        if cut:
+        if fitting < len(chunks):
+            outcome = Outcome.FULL
             self._shares.refuse("lookup", "pinned")
             self._shorten(chunks, fitting)
         plan = self._plan(session_id, message, chunks)
@@ -131,25 +130,24 @@ class Lookups:
         if not plan.read:
             self._counters.lookups_recomputed += 1
             self._shorten(chunks, _leading(chunks, 0))
-        wait_seconds = min(message.deadline_ms / 1000, self._ttl_seconds_max)
-        lookup = OpenLookup(
+        if outcome is Outcome.OK and message.keys and not chunks:
+            outcome = Outcome.MISSING
+        ttl_seconds = self._limits.lease_ttl_seconds_max
+        wait_seconds = min(message.deadline_ms / 1000, ttl_seconds)
+        lookup = own[message.lookup_id] = OpenLookup(
             session_id,
             message.lookup_id,
             chunks,
             plan,
             asked=now,
             wait_seconds=wait_seconds,
-            expires=now + wait_seconds + self._ttl_seconds_max,
-            cost=lookup_cost(realm, len(chunks)),
+            expires=now + wait_seconds + ttl_seconds,
+            cost=lookup_cost(realms[0], len(chunks)),
+            outcome=outcome,
         )
         # Admitted for all keys; only now is it known how many of them are in the run.
         if cost != lookup.cost:
             self._shares.memory.give(session_id, cost - lookup.cost)
-        if cut:
-            lookup.outcome = Outcome.FULL
-        elif not chunks:
-            lookup.outcome = Outcome.MISSING if message.keys else Outcome.OK
-        own[message.lookup_id] = lookup
         self._wait(lookup)
 
     def _wait(self, lookup: OpenLookup) -> None:
@@ -163,7 +161,7 @@ class Lookups:
         # Copied: a chunk that turns out to be unreadable cuts the run.
         for chunk in list(lookup.chunks):
             if not chunk.loadable and not lookup.answered:
-                self._enqueue(chunk, [lookup.session_id])
+                self._enqueue(chunk, [lookup])
         self._answer_if_done(lookup)
 
     def _shorten(self, chunks: list[Chunk], length: int) -> None:
@@ -189,20 +187,14 @@ class Lookups:
         if self._draining:
             shares.refuse("lookup", "draining")
             return False
-        if not self._make_room(own):
-            shares.refuse("lookup", "client")
-            return False
+        if len(own) >= self._limits.lookups_max_per_session:
+            # The oldest answered one is ended for it.
+            oldest = next((lookup for lookup in own.values() if lookup.answered), None)
+            if oldest is None:
+                shares.refuse("lookup", "client")
+                return False
+            self._end(oldest)
         return shares.admit("lookup", session_id, (shares.memory, cost), (shares.lookups, 1))
-
-    def _make_room(self, own: dict[int, OpenLookup]) -> bool:
-        """Whether a session may have one more; the oldest answered one is ended for it."""
-        if len(own) < self._limits.lookups_max_per_session:
-            return True
-        for lookup in own.values():
-            if lookup.answered:
-                self._end(lookup)
-                return True
-        return False
 
     def _run(self, realms: list[Realm], message: Lookup) -> list[Chunk]:
         run: dict[Chunk, None] = {}
@@ -242,12 +234,11 @@ class Lookups:
 
     def store_failed(self, chunk: Chunk) -> None:
         """A gather failed that lookups may wait for: read the chunk instead."""
-        waiters = self.waiters.get(chunk)
-        if waiters is not None:
-            self._enqueue(chunk, [lookup.session_id for lookup in waiters])
+        if chunk in self.waiters:
+            self._enqueue(chunk, self.waiters[chunk])
 
-    def _enqueue(self, chunk: Chunk, session_ids: Iterable[int]) -> None:
-        if not self._reads.enqueue(chunk, session_ids):
+    def _enqueue(self, chunk: Chunk, lookups: Iterable[OpenLookup]) -> None:
+        if not self._reads.enqueue(chunk, [lookup.session_id for lookup in lookups]):
             self.chunk_failed(chunk, Outcome.MISSING)
 
     def chunk_failed(self, chunk: Chunk, outcome: Outcome) -> None:
@@ -289,34 +280,26 @@ class Lookups:
         lookup.outcome = outcome
         lookup.answered = True
         self._cut(lookup, ready)
-        self._account(lookup)
+        if lookup.plan.compute_seconds > 0:
+            credit = self._credits[lookup.session_id]
+            if lookup.loses_from > self._now:
+                credit.saved(lookup.loses_from - self._now)
+            else:
+                credit.spend(lookup.loses_from, self._now)
         if ready == 0:
-            self._drop(lookup)
+            self._end(lookup)
         self._reply(lookup.session_id, lookup.lookup_id, ready, outcome)
-
-    def _account(self, lookup: OpenLookup) -> None:
-        """Add to the engine's credit what the wait saved, or subtract what it cost."""
-        if lookup.plan.compute_seconds <= 0:
-            return
-        credit = self._credits[lookup.session_id]
-        if lookup.loses_from > self._now:
-            credit.saved(lookup.loses_from - self._now)
-        else:
-            credit.spend(lookup.loses_from, self._now)
 
     def _reply(self, session_id: int, lookup_id: int, ready: int, outcome: Outcome) -> None:
         self._emit(Reply(session_id, LookupDone(self._epoch, lookup_id, ready, outcome)))
-
-    def _drop(self, lookup: OpenLookup) -> None:
-        del self._by_session[lookup.session_id][lookup.lookup_id]
-        self._shares.memory.give(lookup.session_id, lookup.cost)
-        self._shares.lookups.give(lookup.session_id, 1)
 
     def _end(self, lookup: OpenLookup) -> None:
         """End a lookup and its pins, without an answer."""
         lookup.answered = True
         self._cut(lookup, 0)
-        self._drop(lookup)
+        del self._by_session[lookup.session_id][lookup.lookup_id]
+        self._shares.memory.give(lookup.session_id, lookup.cost)
+        self._shares.lookups.give(lookup.session_id, 1)
 
     def release(self, session_id: int, lookup_id: int) -> None:
         """End one lookup. An unknown id is not an error: it may just have ended."""
@@ -346,11 +329,10 @@ class Lookups:
                     self._expired(lookup)
                 elif lookup.loses_from < now:
                     losing.append(lookup)
-            if losing:
-                since = min(lookup.loses_from for lookup in losing)
-                if not self._credits[session_id].spend(since, now):
-                    for lookup in losing:
-                        self._expired(lookup)
+            since = min((lookup.loses_from for lookup in losing), default=now)
+            if losing and not self._credits[session_id].spend(since, now):
+                for lookup in losing:
+                    self._expired(lookup)
 
     def _expired(self, lookup: OpenLookup) -> None:
         self._counters.lookups_expired += 1

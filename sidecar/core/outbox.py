@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from sidecar.core.commands import Command, IndexOffer, IndexSet, Reply, Resume
 from sidecar.core.fair_share import ShareLimits
@@ -26,12 +26,15 @@ if TYPE_CHECKING:
 
 
 class WritePolicy(enum.StrEnum):
-    """When a chunk is written."""
+    """When a chunk that the store lacks is queued to be written."""
 
     OFF = "off"
     THROUGH = "through"
+    """As soon as all of its segments are in host memory; restored ones when nothing is queued."""
     ON_REUSE = "on_reuse"
+    """When it is looked up, leased or computed again: most prompts are never used again."""
     ON_EVICT = "on_evict"
+    """While it is among the next to be evicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,7 @@ class Outbox:
         self._work: list[Command] = []
         self._jobs: dict[int, list[JobOutcome]] = {}
         self._replies: list[Command] = []
-        self._resuming = False
+        self.resuming = False
         """Whether a `Resume` was sent and `Resumed` has not arrived."""
 
     def emit(self, command: Command) -> None:
@@ -101,16 +104,9 @@ class Outbox:
             self._index.append(command)
         elif isinstance(command, Reply):
             self._replies.append(command)
-        elif isinstance(command, Resume):
-            if not self._resuming:
-                self._work.append(command)
-            self._resuming = True
-        else:
+        elif not (isinstance(command, Resume) and self.resuming):
+            self.resuming |= isinstance(command, Resume)
             self._work.append(command)
-
-    def resumed(self) -> None:
-        """`Resumed` arrived."""
-        self._resuming = False
 
     def job_ended(self, session_id: int, outcome: JobOutcome) -> None:
         """Add the outcome of a job to the session's next `Done`."""
@@ -124,18 +120,14 @@ class Outbox:
         return commands
 
 
-_ROUNDING: Final = 1e-6
-"""Sums of tenths fall short of one by less than this."""
-
-
 class Sampling:
     """Which segments are compared with their checksum when they leave host memory.
 
     A fixed part of all, 0 to 1, and every segment that is not `HostSegment.verified`. Counted per
     rank, because ranks take turns: an even part of all would always select the same rank.
 
-    Invariant: not random; of n segments of one rank, n times the part are selected, plus or minus
-    one, and those that are not verified.
+    Invariant: of n segments of one rank, n times the part are selected, plus or minus one, and all
+    that are not verified.
     """
 
     def __init__(self, part: float) -> None:
@@ -145,6 +137,7 @@ class Sampling:
     def selects(self, segment: HostSegment) -> bool:
         """Whether to compare this segment, which leaves now."""
         due = self._due.get(segment.rank, 0.0) + self._part
-        selected = due > 1 - _ROUNDING
+        # Sums of tenths fall short of one.
+        selected = due > 1 - 1e-6
         self._due[segment.rank] = due - selected
         return selected or not segment.verified

@@ -1,23 +1,15 @@
 """Load or recompute: whether to wait for a hit in the object store, and for how long.
 
-Owns the estimate of the cost of a read, and two rules:
-
 * Before a read: a run of chunks is read if the reads are expected to end before the engine has
-  computed the run. Both costs grow with the length of the run, so reading a part of it is never
-  better than reading all or nothing.
-* During a read: estimates can be wrong, and stores stall. A request that has waited longer than
-  its ready chunks save spends the credit of its engine. The credit grows with the compute time of
-  requests (by the fraction `regret_max`) and with the time that reads saved; it is bounded. A store
-  slower than the engine therefore costs all requests together that fraction and one credit, and no
-  request waits in vain for longer than computing it takes (the ski-rental bound). The credit is
-  shared because one request alone cannot earn the round trip of even a good store.
+  computed the run. Both costs grow with its length, so it is read as a whole or not at all.
+* During a read: a request that has waited longer than its ready chunks save spends the credit of
+  its engine, which grows with the compute time of requests (by the fraction `regret_max`) and with
+  the time that reads saved. A slow store thus costs all requests together that fraction and one
+  credit, and no request waits in vain for longer than computing it takes (the ski-rental bound).
 
 The estimate is that of BBR (Cardwell et al. 2016): the shortest time and the largest delivery rate
-of the last reads, where the rate of a read is what all reads delivered between its start and its
-end. Both are optimistic on purpose: the second rule bounds the cost of optimism, while an estimate
-that is too pessimistic is never corrected, because nothing is read.
-
-Does not own lookups, reads or the clock. Pure.
+of the last reads. Both are optimistic on purpose: the second rule bounds the cost of optimism,
+while an estimate that is too pessimistic is never corrected, because nothing is read.
 
 Invariants: without a measured prefill rate no read is refused and no wait is cut short; a credit is
 never above its cap, and is overdrawn by at most the time between two checks.
@@ -30,10 +22,8 @@ from typing import Final, NamedTuple
 
 SAMPLES_MAX: Final = 32
 """Reads in the estimate."""
-
 PROBE_EVERY: Final = 16
 """One of this many refused runs is read anyway, to notice a store that got faster."""
-
 CREDIT_COMPUTE_SECONDS: Final = 25.0
 """The initial credit, and its cap, is `regret_max` of this much compute: 1 s at 4%."""
 
@@ -146,15 +136,10 @@ class Planner:
         queued: int,
         prefill_tokens_per_second: float,
     ) -> ReadPlan:
-        """Decide on a run.
+        """Decide on a run of `num_chunks`, from the first that host memory lacks.
 
-        Args:
-            num_chunks: chunks of the run from the first that host memory lacks.
-            num_tokens: tokens of these chunks, which the engine would compute otherwise.
-            reads: objects to read for them.
-            read_bytes: bytes of these objects.
-            queued: objects that are being read, or queued before them.
-            prefill_tokens_per_second: as measured by the engine; 0 if not measured yet.
+        `reads` objects of `read_bytes` in all are read for it, after `queued` others; otherwise the
+        engine computes `num_tokens`. A rate of 0 is not measured yet.
         """
         if num_chunks <= 0 or reads <= 0 or num_tokens <= 0 or prefill_tokens_per_second <= 0:
             return UNKNOWN

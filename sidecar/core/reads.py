@@ -2,14 +2,10 @@
 
 Owns the queue of reads, the running reads, their cost (`planner.py`), and the breaker that pauses
 reading while the store fails. Does not own who waits for a chunk (`lookups.py`), slots, or what the
-store holds.
+store holds. Several lookups may wait for the same read, and a read whose lookups all gave up still
+ends in the host tier.
 
-Reads belong to chunks, not to lookups: several lookups wait for the same read, and a read whose
-lookups all gave up still ends in the host tier. Each verb returns the chunks that cannot be read,
-and the caller cuts the lookups that wait for them.
-
-Invariants: at most `reads_inflight_max` reads run; one event starts at most `reads_begun_max`, and
-the rest in turns of their own.
+Invariant: at most `reads_inflight_max` reads run; one event starts at most `reads_begun_max`.
 """
 
 from __future__ import annotations
@@ -120,7 +116,7 @@ class Reads:
         self.queue = ReadQueue()
         self._running: dict[int, tuple[HostSegment, ReadStart]] = {}
         self._last_read_id = 0
-        self._resuming = False
+        self.resuming = False
         """Whether `Resumed` has to arrive before more reads start."""
 
     def running(self) -> Collection[HostSegment]:
@@ -143,14 +139,16 @@ class Reads:
     ) -> ReadPlan:
         """Weigh reading the missing chunks of a run against computing its last `num_chunks`."""
         reads = len(missing) * missing[0].realm.world_size
+        read_bytes = 0
+        for realm, count in Counter(chunk.realm for chunk in missing).items():
+            layouts = [layout for layout in realm.layouts if layout is not None]
+            full = sum(layout.payload_bytes(layout.blocks_per_chunk) for layout in layouts)
+            read_bytes += full * count
         return self._planner.plan(
             num_chunks,
             num_tokens,
             reads=reads,
-            read_bytes=sum(
-                _full_bytes(realm) * count
-                for realm, count in Counter(chunk.realm for chunk in missing).items()
-            ),
+            read_bytes=read_bytes,
             queued=self.queue.ahead(session_id, reads) + len(self._running),
             prefill_tokens_per_second=prefill_tokens_per_second,
         )
@@ -173,33 +171,36 @@ class Reads:
 
     # --- reading -------------------------------------------------------------------------------
 
-    def resumed(self) -> None:
-        """`Resumed` arrived."""
-        self._resuming = False
-
     def pump(self, now: float) -> Iterator[tuple[Chunk, Outcome]]:
         """Start as many reads as may run, and of those at most `reads_begun_max`.
 
         Yields each chunk that cannot be read, with the reason. The caller cuts the lookups that
         wait for it before the next step, so that nothing is read for them alone.
         """
-        if self._resuming:
+        if self.resuming:
             return
         last = self._last_read_id + self._begun_max
         while len(self._running) < self._inflight_max:
             if self._last_read_id == last:
-                self._resume()
+                if self.queue:
+                    self.resuming = True
+                    self._emit(Resume())
                 break
             if not self._breaker.passes(now):
-                yield from self._pause()
+                # During a trial, the queued reads wait for its result.
+                while self._breaker.state is BreakerState.OPEN:
+                    segment = self.queue.take()
+                    if segment is None:
+                        break
+                    self._counters.reads_paused += 1
+                    yield segment.chunk, Outcome.FAILED
                 break
             segment = self.queue.take()
             if segment is None:
                 break
             if segment.state is not SegmentState.ABSENT:
                 continue
-            chunk = segment.chunk
-            realm = chunk.realm
+            chunk, realm = segment.chunk, segment.chunk.realm
             sources = realm.segment_sources.sources(realm.stored.mask(chunk.key), segment.rank)
             if not sources:
                 yield chunk, Outcome.MISSING
@@ -224,18 +225,6 @@ class Reads:
                 tenant=chunk.tenant,
             )
         )
-
-    def _resume(self) -> None:
-        if self.queue:
-            self._resuming = True
-            self._emit(Resume())
-
-    def _pause(self) -> Iterator[tuple[Chunk, Outcome]]:
-        """Give up all queued reads. During a trial they wait for its result instead."""
-        if self._breaker.state is BreakerState.OPEN:
-            while (segment := self.queue.take()) is not None:
-                self._counters.reads_paused += 1
-                yield segment.chunk, Outcome.FAILED
 
     def ended(self, event: ReadDone, now: float) -> tuple[Chunk, Outcome] | None:
         """A read ended. Returns the chunk and the reason if it failed."""
@@ -286,9 +275,3 @@ def can_complete(realm: Realm, key: bytes, chunk: Chunk | None) -> bool:
             if segment.state in (SegmentState.HOST, SegmentState.READING):
                 mask |= 1 << segment.rank
     return mask == realm.full_mask
-
-
-def _full_bytes(realm: Realm) -> int:
-    """Payload of a full chunk, over all ranks."""
-    layouts = [layout for layout in realm.layouts if layout is not None]
-    return sum(layout.payload_bytes(layout.blocks_per_chunk) for layout in layouts)

@@ -1,24 +1,22 @@
 """State of an earlier run: unclaimed slots, and chunks that the store may lack.
 
-After a start there are no realms; they come with the engines that attach. A restored slot stays
-here until a worker attaches whose namespace and geometry it has. Owns these slots, the order in
-which they are given up, and the interface to the host pool (`SlotAllocator`, implemented by
-`sidecar/data/pool_slots.py`). Does not own the slots of chunks (`host_tier.py`).
-
-Invariant: a restored slot is here, or was claimed, or was given up.
+A restored slot stays here until a worker attaches whose namespace and geometry it has, or until its
+memory is needed. Owns these slots, and the interface to the host pool (`SlotAllocator`, implemented
+by `sidecar/data/pool_slots.py`). Does not own the slots of chunks (`host_tier.py`).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from typing import TYPE_CHECKING, Protocol
+
+from sidecar.core.commands import RestoredSlot
+from tiers.kv.layout import ChunkLayout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from sidecar.core.commands import RestoredSlot
     from sidecar.core.directory import Chunk
-    from tiers.kv.layout import ChunkLayout
 
 
 class SlotAllocator(Protocol):
@@ -76,8 +74,8 @@ class RestoredSlots:
     def __init__(self, slots: SlotAllocator) -> None:
         self._slots = slots
         # Each in the order of last use.
-        self._by_kind: dict[tuple[bytes, ChunkLayout], OrderedDict[int, RestoredSlot]] = {}
-        self._by_class: dict[int, OrderedDict[int, RestoredSlot]] = {}
+        self._by_kind = defaultdict[tuple[bytes, ChunkLayout], dict[int, RestoredSlot]](dict)
+        self._by_class = defaultdict[int, OrderedDict[int, RestoredSlot]](OrderedDict)
         # The class of each slot, by offset: slabs become empty one after the other.
         self._by_offset: OrderedDict[int, int] = OrderedDict()
         self.num_bytes = 0
@@ -96,8 +94,8 @@ class RestoredSlots:
         assert not self._by_offset, "called twice"
         for one in sorted(restored, key=lambda one: one.used):
             class_id = self._slots.class_of(one.slot)
-            self._by_kind.setdefault((one.namespace, one.geometry), OrderedDict())[one.slot] = one
-            self._by_class.setdefault(class_id, OrderedDict())[one.slot] = one
+            self._by_kind[one.namespace, one.geometry][one.slot] = one
+            self._by_class[class_id][one.slot] = one
             self.num_bytes += self._slots.slot_bytes(class_id)
         for slot in sorted(one.slot for one in restored):
             self._by_offset[slot] = self._slots.class_of(slot)
@@ -127,14 +125,11 @@ class RestoredSlots:
         The least recently used of the class; else the first in the pool, because a slab of another
         class is of use only when it is entirely free.
         """
-        restored = next(iter(self._by_class.get(class_id, {}).values()), None)
-        if restored is None and self._by_offset:
-            slot, other = next(iter(self._by_offset.items()))
-            restored = self._by_class[other][slot]
-        if restored is None:
+        if not self._by_offset:
             return None
-        self.claim(restored)
-        return restored.slot
+        slot = next(iter(self._by_class.get(class_id, ())), next(iter(self._by_offset)))
+        self.claim(self._by_class[self._by_offset[slot]][slot])
+        return slot
 
 
 class Backfill:

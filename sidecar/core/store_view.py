@@ -36,17 +36,12 @@ class StoreView:
         self._emit = parts.emit
         self._quarantine_keys_max = parts.limits.quarantine_keys_max
         self._announces = parts.limits.write is not WritePolicy.OFF
-        # (realm_id, key) -> ranks, and the time up to which their writes do not count.
-        self._withdrawn: dict[tuple[int, bytes], tuple[int, int]] = {}
-
-    @property
-    def quarantined_keys(self) -> int:
-        """Keys of which some writes do not count."""
-        return len(self._withdrawn)
+        self.withdrawn: dict[tuple[int, bytes], tuple[int, int]] = {}
+        """(realm_id, key) -> ranks, and the time up to which their writes do not count."""
 
     def withdrawn_until(self, realm: Realm, key: bytes) -> int:
         """The newest write of this chunk that does not count: a new one must be later."""
-        return self._withdrawn.get((realm.realm_id, key), (0, 0))[1]
+        return self.withdrawn.get((realm.realm_id, key), (0, 0))[1]
 
     def written(self, segment: HostSegment, event: Written) -> None:
         """Note a successful write."""
@@ -58,9 +53,12 @@ class StoreView:
             # verify it; this sidecar does not vouch for it.
             return
         realm, key = chunk.realm, chunk.key
-        self._clear_withdrawn(realm, key, segment.rank)
+        name, bit = (realm.realm_id, key), 1 << segment.rank
+        ranks, until = self.withdrawn.pop(name, (0, 0))
+        if ranks & ~bit:
+            self.withdrawn[name] = (ranks & ~bit, until)
         held, time = realm.stored.entry(key)
-        mask = held | 1 << segment.rank
+        mask = held | bit
         self._directory.set_stored(realm, key, mask, max(time, event.written_at))
         if mask & realm.full_mask == realm.full_mask:
             self._counters.chunks_written += 1
@@ -87,24 +85,16 @@ class StoreView:
 
     def forget_realm(self, realm_id: int) -> None:
         """Forget a realm; the catalog says again what was withdrawn in it."""
-        for name in [name for name in self._withdrawn if name[0] == realm_id]:
-            del self._withdrawn[name]
+        for name in [name for name in self.withdrawn if name[0] == realm_id]:
+            del self.withdrawn[name]
 
     def _withdraw(self, realm: Realm, key: bytes, mask: int, time: int) -> None:
         name = (realm.realm_id, key)
         # Removed first, so that it becomes the newest.
-        known_mask, known_time = self._withdrawn.pop(name, (0, 0))
-        self._withdrawn[name] = (known_mask | mask, max(known_time, time))
-        if len(self._withdrawn) > self._quarantine_keys_max:
-            del self._withdrawn[next(iter(self._withdrawn))]
-
-    def _clear_withdrawn(self, realm: Realm, key: bytes, rank: int) -> None:
-        name = (realm.realm_id, key)
-        mask, time = self._withdrawn.get(name, (0, 0))
-        if mask & ~(1 << rank):
-            self._withdrawn[name] = (mask & ~(1 << rank), time)
-        else:
-            self._withdrawn.pop(name, None)
+        known_mask, known_time = self.withdrawn.pop(name, (0, 0))
+        self.withdrawn[name] = (known_mask | mask, max(known_time, time))
+        if len(self.withdrawn) > self._quarantine_keys_max:
+            del self.withdrawn[next(iter(self.withdrawn))]
 
     def listed(self, event: Listed) -> Keys | None:
         """Apply rows of the catalog.
@@ -126,13 +116,13 @@ class StoreView:
         rest = rows.take(~known)
         if not len(rest):
             return None
-        columns = merged_by_key(rest)
+        columns = merged_by_key(rest, realm.stored.width)
         readable = self._directory.add_stored(realm, columns)
         return columns.keys[readable] if readable.any() else None
 
     def _known(self, realm: Realm, rows: ListedRows) -> npt.NDArray[np.bool_]:
         """Rows of chunks that are withdrawn, or have a `Chunk`; shape [n]."""
-        chunks, known, realm_id = realm.chunks, self._withdrawn, realm.realm_id
+        chunks, known, realm_id = realm.chunks, self.withdrawn, realm.realm_id
         withdrawn = set(key_list(rows.keys[rows.withdrawn]))
         if not (chunks or known or withdrawn):
             return np.zeros(len(rows), dtype=np.bool_)
@@ -147,23 +137,16 @@ class StoreView:
         held, time = realm.stored.entry(key)
         if withdrawn:
             self._withdraw(realm, key, mask, written_at)
-            self._verify_again(realm, key, mask)
+            if key in realm.chunks:
+                # The reader that withdrew them may have found what was written here damaged: it is
+                # verified at its next use, or the same damage would be written again.
+                for segment in realm.chunks[key].segments:
+                    segment.verified &= not mask >> segment.rank & 1
             if held & mask and time <= written_at:
                 self._directory.set_stored(realm, key, held & ~mask, time)
             return
-        lost, until = self._withdrawn.get((realm.realm_id, key), (0, 0))
+        lost, until = self.withdrawn.get((realm.realm_id, key), (0, 0))
         if written_at <= until:
             mask &= ~lost
         if mask & ~held or (mask and written_at > time):
             self._directory.set_stored(realm, key, held | mask, max(time, written_at))
-
-    def _verify_again(self, realm: Realm, key: bytes, mask: int) -> None:
-        """Have withdrawn segments that are in host memory verified at their next use.
-
-        The reader that withdrew them may have found what was written here damaged. Otherwise the
-        same damage would be written again.
-        """
-        chunk = realm.chunks.get(key)
-        if chunk is not None:
-            for segment in chunk.segments:
-                segment.verified &= not mask >> segment.rank & 1

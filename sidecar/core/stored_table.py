@@ -6,15 +6,13 @@ follows from a row (`store_view.py`).
 
 A table is 1024 shards by the first bits of the key, so that growing one takes a fraction of a
 millisecond at ten million chunks. A shard is sorted numpy columns and a memtable: a dict of new
-entries, merged into the columns once it exceeds a fraction of them. Many entries at once are merged
-at once (`add`). As in the shared index, half a key identifies a chunk; a collision costs one read
-that fails verification.
+entries, merged into the columns once it exceeds a fraction of them. As in the shared index, half a
+key identifies a chunk; a collision costs one read that fails verification.
 
-Invariants: pure, no randomness; an entry is in the memtable or in the columns, never in both;
-finding one takes a number of steps logarithmic in their number, whatever the keys are.
+Invariants: an entry is in the memtable or in the columns, never in both; finding one takes steps
+logarithmic in their number, whatever the keys are.
 
-Rejected: open addressing. It is as fast for one entry, but needs a third more memory, and cannot be
-filled by columns without visiting a slot per entry.
+Rejected: open addressing needs a third more memory, and a visit per entry to be filled.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
 KEY_BYTES: Final = 32
 TAG_BYTES: Final = 16
@@ -54,7 +52,7 @@ Column = npt.NDArray[Any]
 Words = npt.NDArray[np.uint64]
 Longs = npt.NDArray[np.int64]
 Masks = npt.NDArray[np.uint8]
-"""Shape [n, width]: little-endian masks, as wide as the widest needs."""
+"""Shape [n, width]: little-endian masks."""
 
 
 class ListedRow(NamedTuple):
@@ -126,20 +124,6 @@ def key_list(keys: Keys) -> list[bytes]:
     return [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]
 
 
-def listed_rows(rows: Sequence[ListedRow]) -> ListedRows:
-    """The columns of these rows."""
-    masks = tuple(dict.fromkeys(row.mask for row in rows))
-    number = {mask: index for index, mask in enumerate(masks)}
-    joined = b"".join([row.key for row in rows])
-    return ListedRows(
-        keys=np.frombuffer(joined, dtype=np.uint8).reshape(len(rows), KEY_BYTES),
-        masks=masks,
-        mask_ids=np.array([number[row.mask] for row in rows], dtype=np.intp),
-        written_at=np.array([row.written_at for row in rows], dtype=np.int64),
-        withdrawn=np.array([row.withdrawn for row in rows], dtype=np.bool_),
-    )
-
-
 class StoredColumns(NamedTuple):
     """One row per key, sorted by key."""
 
@@ -151,11 +135,10 @@ class StoredColumns(NamedTuple):
     """Time of the newest write."""
 
 
-def merged_by_key(rows: ListedRows) -> StoredColumns:
+def merged_by_key(rows: ListedRows, width: int) -> StoredColumns:
     """Rows, none of them withdrawn or with an empty mask, merged to one per key."""
     rows = rows.sorted()
     high, low = tags_of(rows.keys)
-    width = max((mask.bit_length() + 7) // 8 for mask in rows.masks)
     masks = packed(list(rows.masks), width)[rows.mask_ids]
     written_at = np.maximum(rows.written_at, 1)
     new = np.ones(len(rows), dtype=np.bool_)
@@ -184,26 +167,15 @@ def packed(masks: list[int], width: int) -> Masks:
     return np.frombuffer(joined, dtype=np.uint8).reshape(len(masks), width)
 
 
-def widened(masks: Masks, width: int) -> Masks:
-    """The same masks in at least `width` bytes each."""
-    if masks.shape[1] >= width:
-        return masks
-    result: Masks = np.zeros((len(masks), width), dtype=np.uint8)
-    result[:, : masks.shape[1]] = masks
-    return result
-
-
 def distinct(masks: Masks) -> tuple[list[int], npt.NDArray[np.intp]]:
     """The distinct masks, and for each row the index of its mask."""
-    if masks.shape[1] > 8:
-        rows = np.ascontiguousarray(masks).view(f"V{masks.shape[1]}").ravel()
+    # As strings, which compare fast. They lose zeros at the end, which stand for nothing.
+    rows = np.ascontiguousarray(masks).view(f"S{masks.shape[1]}").ravel()
+    if np.all(rows == rows[:1]):
+        found, places = rows[:1], np.zeros(len(rows), dtype=np.intp)
+    else:
         found, places = np.unique(rows, return_inverse=True)
-        return [int.from_bytes(row.tobytes(), "little") for row in found], places
-    words = widened(masks, 8).view("<u8").ravel()
-    if np.all(words == words[:1]):
-        return [int(word) for word in words[:1]], np.zeros(len(words), dtype=np.intp)
-    values, places = np.unique(words, return_inverse=True)
-    return values.tolist(), places
+    return [int.from_bytes(row, "little") for row in found.tolist()], places
 
 
 def _tags(high: Words, low: Words) -> Iterator[bytes]:
@@ -216,6 +188,7 @@ class _Shard:
     __slots__ = ("_share", "columns", "dead", "high", "low", "masks", "memtable", "times", "width")
 
     def __init__(self, width: int, share: int) -> None:
+        self.width = width
         self._share = share
         self.memtable: dict[bytes, tuple[int, int]] = {}
         self.dead = 0
@@ -229,7 +202,6 @@ class _Shard:
         self.low: memoryview[int] = cast("Any", low.data)
         self.masks: memoryview = masks.reshape(-1).data
         self.times: memoryview[int] = cast("Any", times.data)
-        self.width: int = masks.shape[1]
 
     @property
     def size_bytes(self) -> int:
@@ -266,60 +238,49 @@ class _Shard:
         known = tag in self.memtable
         at = -1 if known else self.find(tag)
         if at >= 0:
-            more = self._write(at, mask, time)
-            if self.dead * 4 > len(self.high):
-                self.merge()
-            return more
-        if not mask:
+            known = bool(self.mask(at))
+            self.dead += known - bool(mask)
+            self.times[at] = time
+            start = at * self.width
+            self.masks[start : start + self.width] = mask.to_bytes(self.width, "little")
+        elif mask:
+            self.memtable[tag] = (mask, time)
+        else:
             self.memtable.pop(tag, None)
-            return -known
-        self.memtable[tag] = (mask, time)
         self._merge_if_due()
-        return not known
-
-    def _write(self, at: int, mask: int, time: int) -> int:
-        more = bool(mask) - bool(self.mask(at))
-        self.dead -= more
-        self.times[at] = time
-        self.masks[at * self.width : (at + 1) * self.width] = mask.to_bytes(self.width, "little")
-        return more
+        return bool(mask) - known
 
     def _merge_if_due(self) -> None:
-        if len(self.memtable) > max(MEMTABLE_MIN, len(self.high) // self._share):
-            self.merge()
+        queued_max = max(MEMTABLE_MIN, len(self.high) // self._share)
+        if len(self.memtable) > queued_max or self.dead * 4 > len(self.high):
+            self._merge()
 
-    def widen(self, width: int) -> None:
-        """Make room for wider masks."""
-        if self.width < width:
-            high, low, masks, times = self.columns
-            self._put(high, low, widened(masks, width), times)
-
-    def merge(self) -> None:
+    def _merge(self) -> None:
         """Move the memtable into the columns, and drop the dead entries."""
         if self.dead:
             live = self.columns[2].any(axis=1)
             high, low, masks, times = self.columns
             self._put(high[live], low[live], masks[live], times[live])
             self.dead = 0
-        if not self.memtable:
-            return
-        words = np.frombuffer(b"".join(self.memtable), dtype=">u8").astype(np.uint64).reshape(-1, 2)
-        order = np.lexsort((words[:, 1], words[:, 0]))
-        masks = packed([mask for mask, _ in self.memtable.values()], self.width)
-        times = np.array([time for _, time in self.memtable.values()], dtype=np.int64)
-        self.memtable = {}
-        self._insert(words[order, 0], words[order, 1], masks[order], times[order])
+        if self.memtable:
+            words = np.frombuffer(b"".join(self.memtable), dtype=">u8").astype(np.uint64)
+            masks = packed([mask for mask, _ in self.memtable.values()], self.width)
+            times = np.array([time for _, time in self.memtable.values()], dtype=np.int64)
+            self.memtable = {}
+            self._insert(words[::2], words[1::2], masks, times)
 
     def add(self, high: Words, low: Words, masks: Masks, times: Longs) -> Masks:
         """Add `masks` to the entries of these tags, sorted and unique; returns the masks before.
 
         The time of an entry is the later one of both.
         """
+        # Many entries move all columns in any case.
+        many = len(high) > FEW and len(high) * self._share > len(self.high)
+        if many:
+            self._merge()
+        held = len(self.high)
         if len(high) <= FEW:
             return self._add_each(high, low, masks, times)
-        if self.memtable and len(high) * self._share > len(self.high):
-            self.merge()
-        held = len(self.high)
         before: Masks = np.zeros(masks.shape, dtype=np.uint8)
         if not held:
             self._insert(high, low, masks, times)
@@ -327,20 +288,16 @@ class _Shard:
         near = np.minimum(np.searchsorted(self.columns[0], high), held - 1)
         alike = self.columns[0][near] == high
         same = alike & (self.columns[1][near] == low)
-        if np.any(alike & ~same):
-            return self._add_each(high, low, masks, times)
         new = ~same
-        if same.any():
-            before[same] = self._join(near[same], masks[same], times[same])
-            if same.all():
-                return before
-            high, low, masks, times = high[new], low[new], masks[new], times[new]
-        if self.memtable or len(high) * self._share < held:
-            before[new] = self._add_each(high, low, masks, times, in_columns=False)
+        if np.any(alike & new):
+            # Tags with the same first word.
+            return self._add_each(high, low, masks, times)
+        before[same] = self._join(near[same], masks[same], times[same])
+        if many:
+            self._insert(high[new], low[new], masks[new], times[new])
         else:
-            if self.dead:
-                self.merge()
-            self._insert(high, low, masks, times)
+            rest = (high[new], low[new], masks[new], times[new])
+            before[new] = self._add_each(*rest, in_columns=False)
         return before
 
     def _join(self, at: npt.NDArray[np.intp], masks: Masks, times: Longs) -> Masks:
@@ -356,67 +313,44 @@ class _Shard:
     def _add_each(
         self, high: Words, low: Words, masks: Masks, times: Longs, *, in_columns: bool = True
     ) -> Masks:
-        """`add`, one by one: for few tags, or tags with the same first word.
-
-        With `in_columns` False the columns are known to have none of them.
-        """
-        width, added = masks.shape[1], masks.tobytes()
-        before: list[int] = []
+        """`add`, one by one. With `in_columns` False the columns are known to have none of them."""
+        added, before = masks.tobytes(), list[int]()
         for index, (tag, time) in enumerate(zip(_tags(high, low), times.tolist(), strict=True)):
-            mask = int.from_bytes(added[index * width : (index + 1) * width], "little")
-            at = self.find(tag) if in_columns and tag not in self.memtable else -1
-            if at >= 0:
-                held = self.mask(at)
-                self._write(at, held | mask, max(time, self.times[at]) if held else time)
+            mask = int.from_bytes(added[index * self.width : (index + 1) * self.width], "little")
+            held, since = self.get(tag) if in_columns else self.memtable.get(tag, _NOTHING)
+            entry = (held | mask, max(time, since))
+            if in_columns:
+                self.set(tag, *entry)
             else:
-                held, since = self.memtable.get(tag, _NOTHING)
-                self.memtable[tag] = (held | mask, max(time, since))
+                self.memtable[tag] = entry
             before.append(held)
         self._merge_if_due()
-        return packed(before, width)
+        return packed(before, self.width)
 
-    def _insert(self, high: Words, low: Words, masks: Masks, times: Longs) -> None:
-        """Merge sorted entries into columns that have none of them and no dead ones."""
+    def _insert(self, *added: Column) -> None:
+        """Merge columns of new entries into columns that have no dead ones."""
         held: tuple[Column, ...] = self.columns
-        where = np.searchsorted(held[0], high)
-        near = np.minimum(where, max(0, len(held[0]) - 1))
-        given: tuple[Column, ...] = (high, low, masks, times)
-        if len(held[0]) and np.any(held[0][near] == high):
-            # Tags with the same first word: the second one sorts them.
-            joined: list[Any] = [
-                np.concatenate([before, added]) for before, added in zip(held, given, strict=True)
-            ]
+        joined: list[Any] = [np.concatenate(both) for both in zip(held, added, strict=True)]
+        # Stable: it finds the runs that are sorted already.
+        order = np.argsort(joined[0], kind="stable")
+        high = joined[0][order]
+        if np.any(high[1:] == high[:-1]):
             order = np.lexsort((joined[1], joined[0]))
-            self._put(*(column[order] for column in joined))
-            return
-        total = len(held[0]) + len(high)
-        new = where + np.arange(len(high))
-        old = np.ones(total, dtype=np.bool_)
-        old[new] = False
-        merged: list[Any] = []
-        for before, added in zip(held, given, strict=True):
-            column: Column = np.empty((total, *before.shape[1:]), dtype=before.dtype)
-            column[old] = before
-            column[new] = added
-            merged.append(column)
-        self._put(*merged)
+        self._put(*(column[order] for column in joined))
 
     def entries(self) -> list[tuple[bytes, int]]:
         """Tag and mask of each entry that is not dead."""
-        high, low, masks, _ = self.columns
-        width, joined = self.width, masks.tobytes()
-        values = [
-            int.from_bytes(joined[at : at + width], "little") for at in range(0, len(joined), width)
-        ]
-        found = [(tag, mask) for tag, mask in zip(_tags(high, low), values, strict=True) if mask]
+        tags = _tags(*self.columns[:2])
+        found = [(tag, mask) for at, tag in enumerate(tags) if (mask := self.mask(at))]
         return found + [(tag, mask) for tag, (mask, _) in self.memtable.items()]
 
 
 class StoredChunks:
-    """A table from key to (mask of ranks, time of the newest write), both positive."""
+    """A table from key to (mask, time of the newest write), both positive."""
 
-    def __init__(self, world_size: int) -> None:
-        self._width = (world_size + 7) // 8
+    def __init__(self, mask_bits: int) -> None:
+        self.width = (mask_bits + 7) // 8
+        """Bytes of a mask."""
         self._shards: list[_Shard | None] = [None] * SHARDS
         self._live = 0
 
@@ -439,26 +373,22 @@ class StoredChunks:
 
     def set(self, key: bytes, mask: int, time: int) -> None:
         """Set an entry, or remove it with mask 0."""
-        number = (key[0] << 8 | key[1]) >> (16 - SHARD_BITS)
-        shard = self._open(number, (mask.bit_length() + 7) // 8)
+        shard = self._open((key[0] << 8 | key[1]) >> (16 - SHARD_BITS))
         self._live += shard.set(key[:TAG_BYTES], mask, max(1, time))
 
     def add(self, high: Words, low: Words, masks: Masks, times: Longs) -> Masks:
         """Add non-empty masks to the entries of these tags (`tags_of`, sorted and unique).
 
-        Times are positive; an entry keeps the latest. Returns the masks before, in rows that may
-        be wider than those given.
+        Times are positive; an entry keeps the latest. Returns the masks before.
         """
         starts = np.searchsorted(high >> _SHARD_SHIFT, np.arange(SHARDS + 1, dtype=np.uint64))
-        before: list[Masks] = []
+        before: Masks = np.empty_like(masks)
         for number in np.flatnonzero(np.diff(starts)).tolist():
             part = slice(int(starts[number]), int(starts[number + 1]))
-            shard = self._open(number, masks.shape[1])
-            given = widened(masks[part], shard.width)
-            found = shard.add(high[part], low[part], given, times[part])
-            before.append(found)
+            found = self._open(number).add(high[part], low[part], masks[part], times[part])
+            before[part] = found
             self._live += len(found) - int(np.count_nonzero(found.any(axis=1)))
-        return np.concatenate([widened(one, self._width) for one in before])
+        return before
 
     def names(self) -> Iterator[tuple[bytes, int]]:
         """The first half of every key, and its mask, in no order.
@@ -469,12 +399,10 @@ class StoredChunks:
             if shard is not None:
                 yield from shard.entries()
 
-    def _open(self, number: int, width: int) -> _Shard:
-        """A shard, created on first use, with masks of at least this width."""
-        self._width = max(self._width, width)
+    def _open(self, number: int) -> _Shard:
+        """A shard, created on first use."""
         shard = self._shards[number]
         if shard is None:
             share = MEMTABLE_SHARES[number % len(MEMTABLE_SHARES)]
-            shard = self._shards[number] = _Shard(self._width, share)
-        shard.widen(width)
+            shard = self._shards[number] = _Shard(self.width, share)
         return shard

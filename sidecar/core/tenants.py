@@ -1,9 +1,8 @@
 """Tenants: how much host memory each one holds, its limits, and its counters.
 
 A tenant is eight bytes derived from the cache salt of a request (`protocol.tenant_id`); requests
-without a salt are one tenant, `b""`. Owns the limits, the account of each tenant's slots, and the
-eviction policy of a tenant with a limit. Does not own slots or chunks (`host_tier.py`), nor what
-the store holds of a tenant.
+without a salt are one tenant, `b""`. Does not own slots or chunks (`host_tier.py`), nor what the
+store holds of a tenant.
 
 Invariants: an account exists while its tenant holds a slot, or is named in the configuration, so
 there are never more accounts than slots and names; metrics have a fixed number of labels: the named
@@ -103,11 +102,9 @@ class Tenants:
     def __init__(
         self, rules: TenantRules | None = None, new_order: Callable[[], Policy] = LruPolicy
     ) -> None:
-        self._rules = rules = TenantRules() if rules is None else rules
+        self._rules = TenantRules() if rules is None else rules
         self._new_order = new_order
-        self._labels: dict[bytes, TenantCounters] = {
-            tenant: TenantCounters() for tenant in (NO_TENANT, *rules.named)
-        }
+        self._labels = {tenant: TenantCounters() for tenant in self.names}
         self._others = TenantCounters()
         self._accounts: dict[bytes, Account] = {}
 
@@ -160,11 +157,10 @@ class Tenants:
 
     def snapshot(self) -> tuple[TenantSnapshot, ...]:
         """Every label: named tenants, requests without a salt, all others together."""
-        names = self.names
         held = {account.tenant: account.host_bytes for account in self}
         labels = [
             TenantSnapshot(name, held.pop(tenant, 0), self.quota(tenant), self.counters(tenant))
-            for tenant, name in names.items()
+            for tenant, name in self.names.items()
         ]
         others = TenantSnapshot(OTHER, sum(held.values()), self._rules.default, self._others)
         return (*labels, others)

@@ -1,31 +1,20 @@
 """Writes: which chunks of the host tier are written to the store, in which order, and when.
 
-Owns the write policy, the queue of chunks, the running writes, and the breaker that pauses writing
-while the store fails. Does not own what the store holds (`store_view.py`), or the slots that are
-sent. `admit(realm_id, tenant, num_bytes, objects)` says whether a tenant may have this much more in
-the store, and `room(realm_id, num_bytes, objects)` whether its namespace may.
-
-A policy says when a chunk that the store lacks is queued:
-
-* `through`: as soon as all of its segments are in host memory.
-* `on_reuse`: when it is used a second time (looked up, leased, or computed again by an engine that
-  did not find it). Most prompts are never used again.
-* `on_evict`: while it is among the next to be evicted. A slot that is needed cannot wait for a
-  write, so the cold end of the pool is written ahead, as databases clean their pages.
+Owns the write policy (`WritePolicy`), the queue of chunks, the running writes, and the breaker that
+pauses writing while the store fails. Does not own what the store holds (`store_view.py`), or the
+slots that are sent.
 
 Invariants: only a running write holds its slot; a queued one is dropped, and counted, when its
 chunk leaves the host tier. At most `writes_inflight_max` writes run, and the queue holds at most
 `write_queue_bytes_max` (or one chunk): beyond it the oldest is dropped and counted. A write that
-the store failed is tried `WRITE_TRIES_MAX` times in all, each time behind the others. A chunk is
-not written, and counted, if its namespace has no room when its turn comes.
-
-With `through`, chunks restored after a restart (`restored.py`) are queued when nothing else is.
-While draining, only what was stored before is queued: a write that starts then may be cut off, and
-would be reported as lost.
+the store failed is tried `WRITE_TRIES_MAX` times in all, each time behind the others. While
+draining, only what was stored before is queued: a write that starts then may be cut off, and would
+be reported as lost.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
@@ -47,10 +36,8 @@ WRITE_TRIES_MAX: Final = 3
 
 AHEAD_SHARE: Final = 1 / 8
 """Part of the pool, from the cold end, that `on_evict` keeps free or written."""
-
 AHEAD_STEPS: Final = 16
 """The cold end is examined again when 1/16 of that part has been used."""
-
 
 _Account = tuple[int, bytes]
 """(realm_id, tenant)"""
@@ -77,7 +64,11 @@ class _Running(NamedTuple):
 
 
 class Writes:
-    """The queue of writes and the running writes."""
+    """The queue of writes and the running writes.
+
+    `admit(realm_id, tenant, num_bytes, objects)` says whether a tenant may have this much more in
+    the store, `room(realm_id, num_bytes, objects)` whether its namespace may.
+    """
 
     def __init__(
         self,
@@ -110,8 +101,7 @@ class Writes:
         self._filled_bytes = 0
         """Bytes that entered the host tier since its cold end was examined."""
         self._draining = False
-        self._flushing = False
-        self._backfill = Backfill()
+        self.backfill = Backfill()
 
     def running(self) -> Collection[HostSegment]:
         """Segments that are being written."""
@@ -128,21 +118,10 @@ class Writes:
 
     def restored(self, chunk: Chunk) -> None:
         """A chunk is complete again after a restart; the store may have it."""
-        if self._draining:
-            # The next run restores it again.
-            return
-        if self._policy is WritePolicy.THROUGH:
-            self._backfill.add(chunk)
-        else:
+        if self._policy is not WritePolicy.THROUGH:
             self.completed(chunk)
-
-    def caught_up(self, realm_id: int) -> None:
-        """The catalog of a realm was read."""
-        self._backfill.caught_up(realm_id)
-
-    def forget_realm(self, realm_id: int) -> None:
-        """Forget a realm without chunks."""
-        self._backfill.forget_realm(realm_id)
+        elif not self._draining:
+            self.backfill.add(chunk)
 
     def outstanding_in(self, realm_ids: Collection[int]) -> bool:
         """Whether a chunk of one of these realms is queued or being written."""
@@ -155,7 +134,7 @@ class Writes:
 
     def removed(self, chunk: Chunk) -> None:
         """A chunk left the host tier: it cannot be written any more."""
-        self._backfill.discard(chunk)
+        self.backfill.discard(chunk)
         if chunk in self.pending:
             self._drop(chunk)
         elif self._policy is WritePolicy.ON_EVICT and not chunk.stays and self._missing(chunk):
@@ -164,17 +143,18 @@ class Writes:
     def drain(self, *, flush: bool) -> None:
         """The sidecar stops. With `flush`, host memory is lost: queue what the store lacks."""
         self._draining = True
-        self._backfill.clear()
+        self.backfill.clear()
         if flush and self._policy is WritePolicy.ON_EVICT:
             # Nothing is dropped for the size of the queue; only time limits a drain.
-            self._flushing = True
+            self._queue_bytes_max = sys.maxsize
             for chunk in self._host.orders.victims():
                 self._enqueue(chunk)
 
     def _write_ahead(self) -> None:
-        """Queue the chunks that are evicted next, so that the cold end is free or written."""
-        if self._policy is not WritePolicy.ON_EVICT:
-            return
+        """Queue the chunks that are evicted next, so that the cold end is free or written.
+
+        A slot that is needed cannot wait for a write, so databases clean their pages like this.
+        """
         ahead_bytes = int(self._host.slots.size_bytes * AHEAD_SHARE)
         if self._filled_bytes * AHEAD_STEPS < ahead_bytes:
             return
@@ -215,27 +195,21 @@ class Writes:
         ranks = self._missing(chunk)
         if not ranks:
             return
-        pending = self._pending_write(chunk, ranks, tries=0)
-        ahead_bytes, ahead = self._outstanding.get(pending.account, (0, 0))
-        wanted = (ahead_bytes + pending.num_bytes, ahead + len(ranks))
-        if not self._admit(*pending.account, *wanted):
+        account = (chunk.realm.realm_id, chunk.tenant)
+        ahead_bytes, ahead = self._outstanding.get(account, (0, 0))
+        num_bytes = sum(chunk.segments[rank].slot_bytes for rank in ranks)
+        if not self._admit(*account, ahead_bytes + num_bytes, ahead + len(ranks)):
             self._counters.writes_refused_quota += 1
             self._tenants.counters(chunk.tenant).writes_refused += 1
             return
-        self._put(chunk, pending)
+        self._put(chunk, ranks, tries=0)
 
-    def _pending_write(self, chunk: Chunk, ranks: list[int], *, tries: int) -> PendingWrite:
+    def _put(self, chunk: Chunk, ranks: list[int], *, tries: int) -> None:
         num_bytes = sum(chunk.segments[rank].slot_bytes for rank in ranks)
-        return PendingWrite((chunk.realm.realm_id, chunk.tenant), ranks, num_bytes, tries)
-
-    def _put(self, chunk: Chunk, pending: PendingWrite) -> None:
+        pending = PendingWrite((chunk.realm.realm_id, chunk.tenant), ranks, num_bytes, tries)
         self.pending[chunk] = pending
-        _add(self._outstanding, pending.account, pending.num_bytes, len(pending.ranks))
-        self.pending_bytes += pending.num_bytes
-        if not self._flushing:
-            self._bound()
-
-    def _bound(self) -> None:
+        self.pending_bytes += num_bytes
+        _add(self._outstanding, pending.account, num_bytes, len(ranks))
         while self.pending_bytes > self._queue_bytes_max and len(self.pending) > 1:
             self._drop(next(iter(self.pending)))
 
@@ -255,9 +229,11 @@ class Writes:
 
     def pump(self, now: float) -> None:
         """Start as many writes as may run."""
-        self._write_ahead()
+        if self._policy is WritePolicy.ON_EVICT:
+            self._write_ahead()
         while len(self._running) < self._inflight_max and self._breaker.passes(now):
-            self._enqueue_backfill()
+            while not self.pending and (restored := self.backfill.take()) is not None:
+                self._enqueue(restored)
             if not self.pending:
                 break
             chunk, pending = next(iter(self.pending.items()))
@@ -286,14 +262,6 @@ class Writes:
         pending.begun = True
         self._begun[realm_id] = wanted
         return True
-
-    def _enqueue_backfill(self) -> None:
-        """Queue a restored chunk if nothing else is queued."""
-        while not self.pending:
-            chunk = self._backfill.take()
-            if chunk is None:
-                return
-            self._enqueue(chunk)
 
     def _start(self, segment: HostSegment, pending: PendingWrite) -> None:
         self._host.hold(segment)
@@ -347,14 +315,11 @@ class Writes:
             self._counters.writes_expired += expired
             self._counters.writes_failed += not expired
             if tries < WRITE_TRIES_MAX and chunk.loadable:
-                self._retry(segment, tries)
-
-    def _retry(self, segment: HostSegment, tries: int) -> None:
-        chunk, ranks = segment.chunk, [segment.rank]
-        if chunk in self.pending:
-            pending = self._take_out(chunk)
-            ranks, tries = [*pending.ranks, segment.rank], max(pending.tries, tries)
-        self._put(chunk, self._pending_write(chunk, ranks, tries=tries))
+                ranks = [segment.rank]
+                if chunk in self.pending:
+                    pending = self._take_out(chunk)
+                    ranks, tries = [*pending.ranks, segment.rank], max(pending.tries, tries)
+                self._put(chunk, ranks, tries=tries)
 
 
 def _add(sums: dict[K, tuple[int, int]], of: K, num_bytes: int, objects: int) -> None:

@@ -30,7 +30,7 @@ from sidecar.core.commands import (
 )
 from sidecar.core.engine import Engine
 from sidecar.core.retention import Retention, read_tag
-from sidecar.core.stored_table import ListedRow, listed_rows
+from sidecar.core.stored_table import ListedRow
 from sidecar.protocol import (
     Lease,
     LoadChunk,
@@ -42,6 +42,7 @@ from sidecar.protocol import (
     StoreJob,
     Submit,
 )
+from tests.sidecar.catalog_rows import listed_rows
 from tests.sidecar.engine_answers import only
 from tests.sidecar.engine_names import (
     BLOCK_TOKENS,

@@ -389,7 +389,7 @@ def test_a_realm_that_is_forgotten_while_a_late_subscriber_is_told_of_it_ends_th
     payloads = stream.snapshot()
     assert isinstance(kvevents.decode(next(payloads)).events[0], kvevents.AllBlocksCleared)
     assert isinstance(kvevents.decode(next(payloads)).events[0], kvevents.BlockStored)
-    directory.forget_realm(held)
+    del directory.realms[held.realm_id]
     realms.forget([known])
     stream.forgotten(known, list(held.stored_names()))
     assert not list(payloads)

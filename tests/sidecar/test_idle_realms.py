@@ -147,14 +147,14 @@ def test_nothing_of_a_forgotten_realm_is_known(write: WritePolicy) -> None:
     world.send(CaughtUp(0))
     world.load(worker, 7, [1])
     world.settle()
-    assert world.engine.store.quarantined_keys == 1
+    assert len(world.engine.store.withdrawn) == 1
     leave(world)
     assert world.engine.forgetting_cost([0]) != NOTHING
     assert gone(world)
     engine = world.engine
     assert engine.forgetting_cost([0]) == NOTHING
     assert not engine.directory.realms
-    assert not engine.store.quarantined_keys
+    assert not engine.store.withdrawn
     assert not engine.snapshot().realms
     # What is late is of no realm, and makes none.
     stale = engine.counters.stale_messages

@@ -9,8 +9,7 @@ from hypothesis import given
 from sidecar.core.commands import SessionClosed
 from sidecar.core.directory import Chunk, Directory, Realm
 from sidecar.core.fair_share import FairShares, ShareLimits
-from sidecar.core.leases import EARLY_ENGINES_MAX, EARLY_JOBS_PER_ENGINE_MAX, Leases
-from sidecar.core.pins import Pins
+from sidecar.core.pins import EARLY_ENGINES_MAX, EARLY_JOBS_PER_ENGINE_MAX, Leases, Pins
 from sidecar.protocol import Role
 from tests.sidecar.worlds import no_writes
 

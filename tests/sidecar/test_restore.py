@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -195,9 +194,9 @@ def opened(world: World, **changes: Any) -> None:
         for name in ("blocks_per_chunk", "block_tokens", "dtype", "encoding"):
             if name in changes:
                 layout = msgspec.structs.replace(group.layout, **{name: changes[name]})
-                group = replace(group, layout=layout)
-        group = replace(group, namespace=changes.get("namespace", group.namespace))
-        event = replace(event, groups=(group,))
+                group = msgspec.structs.replace(group, layout=layout)
+        group = msgspec.structs.replace(group, namespace=changes.get("namespace", group.namespace))
+        event = msgspec.structs.replace(event, groups=(group,))
         return send(event, now)
 
     world.engine.handle = changed  # type: ignore[method-assign]

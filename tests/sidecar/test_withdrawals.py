@@ -10,9 +10,10 @@ import anyio
 import pytest
 
 from sidecar.core.commands import Listed
-from sidecar.core.stored_table import ListedRow, listed_rows
+from sidecar.core.stored_table import ListedRow
 from sidecar.protocol import Outcome, Role
 from tests import places
+from tests.sidecar.catalog_rows import listed_rows
 from tests.sidecar.client import RunningSidecar, Worker, config_in, key_of
 from tests.sidecar.engine_names import key
 from tests.sidecar.worlds import make_world

@@ -212,7 +212,7 @@ class Balance:
         for name, value, most in (
             ("writes running", work.writes_running, limits.writes_inflight_max),
             ("reads running", work.reads_running, limits.reads_inflight_max),
-            ("gone", engine.store.quarantined_keys, limits.quarantine_keys_max),
+            ("gone", len(engine.store.withdrawn), limits.quarantine_keys_max),
             ("leases", max(held.values(), default=0), limits.leases_max_per_session),
             ("lookups", max(asked.values(), default=0), limits.lookups_max_per_session),
             ("all leases", len(engine.leases), limits.shares.leases_max),

@@ -50,7 +50,7 @@ from tests.simulation.clock import Violation, World
 
 if TYPE_CHECKING:
     from sidecar.core.engine import Engine
-    from sidecar.core.leases import ChunkLease
+    from sidecar.core.pins import ChunkLease
     from tests.simulation.process import SidecarProcess
 
 Work = Gather | Scatter | Write | Read

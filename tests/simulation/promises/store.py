@@ -109,7 +109,7 @@ STORE = (
     ),
     Mutation(
         "the queue of writes is not bounded",
-        "Writes._bound",
+        "Writes._put",
         "self.pending_bytes > self._queue_bytes_max",
         "False",
         seed=3,
