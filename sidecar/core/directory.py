@@ -245,6 +245,10 @@ class Realm:
         self.chunks: dict[bytes, Chunk] = {}
         self.stored = StoredChunks(world_size + FOREIGN_MAX)
         """Segments in the store."""
+        self.caught_up = False
+        """Whether all of its catalog was read: the store lacks what `stored` does not name."""
+        self.backfill: dict[Chunk, None] = {}
+        """Restored chunks that the store may lack, newest last."""
         self.hosted_chunks = 0
         self.stored_chunks = 0
 

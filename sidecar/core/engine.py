@@ -159,10 +159,10 @@ class Engine:
             case Listed():
                 self._publish_listed(event)
             case CaughtUp():
-                known = event.realm_id in self.directory.realms
+                known = self._known([event.realm_id])
                 self.counters.stale_messages += not known
-                if known:
-                    self.writes.backfill.caught_up(event.realm_id)
+                for realm in known:
+                    realm.caught_up = True
             case ForgetRealms():
                 self._forget_realms(event.realm_ids)
             case Tick():
@@ -375,7 +375,6 @@ class Engine:
         for realm in realms:
             del self.directory.realms[realm.realm_id]
             self.store.forget_realm(realm.realm_id)
-            self.writes.backfill.forget_realm(realm.realm_id)
             self.leases.forget_realm(realm.realm_id)
 
     # --- status --------------------------------------------------------------------------------

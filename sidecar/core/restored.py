@@ -1,4 +1,4 @@
-"""State of an earlier run: unclaimed slots, and chunks that the store may lack.
+"""Slots that an earlier run sealed, until they are claimed.
 
 A restored slot stays here until a worker attaches whose namespace and geometry it has, or until its
 memory is needed. Owns these slots, and the interface to the host pool (`SlotAllocator`, implemented
@@ -15,8 +15,6 @@ from tiers.kv.layout import ChunkLayout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from sidecar.core.directory import Chunk
 
 
 class SlotAllocator(Protocol):
@@ -130,48 +128,3 @@ class RestoredSlots:
         slot = next(iter(self._by_class.get(class_id, ())), next(iter(self._by_offset)))
         self.claim(self._by_class[self._by_offset[slot]][slot])
         return slot
-
-
-class Backfill:
-    """Restored chunks that the store may lack; the newest is written first.
-
-    They are written when no other write is queued. What the store holds is known only after the
-    catalog of the realm was read, so a chunk stays here until then. A drain does not wait for them.
-    """
-
-    def __init__(self) -> None:
-        self._caught_up: set[int] = set()
-        self._catalog_unread: dict[int, dict[Chunk, None]] = {}
-        """By realm."""
-        self._ready: dict[Chunk, None] = {}
-
-    def add(self, chunk: Chunk) -> None:
-        """Add a chunk."""
-        if chunk.realm.realm_id in self._caught_up:
-            self._ready[chunk] = None
-        else:
-            self._catalog_unread.setdefault(chunk.realm.realm_id, {})[chunk] = None
-
-    def caught_up(self, realm_id: int) -> None:
-        """The catalog of a realm was read: the store lacks what it does not name."""
-        self._caught_up.add(realm_id)
-        self._ready.update(self._catalog_unread.pop(realm_id, {}))
-
-    def forget_realm(self, realm_id: int) -> None:
-        """Forget a realm without chunks."""
-        self._caught_up.discard(realm_id)
-        self._catalog_unread.pop(realm_id, None)
-
-    def take(self) -> Chunk | None:
-        """Remove and return the newest chunk of the realms whose catalog was read."""
-        return self._ready.popitem()[0] if self._ready else None
-
-    def discard(self, chunk: Chunk) -> None:
-        """Remove a chunk that left the host tier."""
-        self._ready.pop(chunk, None)
-        self._catalog_unread.get(chunk.realm.realm_id, {}).pop(chunk, None)
-
-    def clear(self) -> None:
-        """Remove all chunks."""
-        self._catalog_unread.clear()
-        self._ready.clear()

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from sidecar.core.commands import StoreOutcome, Write, Written
 from sidecar.core.outbox import Sampling, WritePolicy
-from sidecar.core.restored import Backfill
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -78,6 +77,7 @@ class Writes:
         admit: Callable[[int, bytes, int, int], bool],
         room: Callable[[int, int, int], bool],
     ) -> None:
+        self._directory = parts.directory
         self._host = parts.host
         self._store = store
         self._counters = parts.counters
@@ -101,7 +101,6 @@ class Writes:
         self._filled_bytes = 0
         """Bytes that entered the host tier since its cold end was examined."""
         self._draining = False
-        self.backfill = Backfill()
 
     def running(self) -> Collection[HostSegment]:
         """Segments that are being written."""
@@ -118,10 +117,10 @@ class Writes:
 
     def restored(self, chunk: Chunk) -> None:
         """A chunk is complete again after a restart; the store may have it."""
-        if self._policy is not WritePolicy.THROUGH:
+        if self._policy is WritePolicy.THROUGH:
+            chunk.realm.backfill[chunk] = None
+        else:
             self.completed(chunk)
-        elif not self._draining:
-            self.backfill.add(chunk)
 
     def outstanding_in(self, realm_ids: Collection[int]) -> bool:
         """Whether a chunk of one of these realms is queued or being written."""
@@ -134,7 +133,7 @@ class Writes:
 
     def removed(self, chunk: Chunk) -> None:
         """A chunk left the host tier: it cannot be written any more."""
-        self.backfill.discard(chunk)
+        chunk.realm.backfill.pop(chunk, None)
         if chunk in self.pending:
             self._drop(chunk)
         elif self._policy is WritePolicy.ON_EVICT and not chunk.stays and self._missing(chunk):
@@ -143,7 +142,6 @@ class Writes:
     def drain(self, *, flush: bool) -> None:
         """The sidecar stops. With `flush`, host memory is lost: queue what the store lacks."""
         self._draining = True
-        self.backfill.clear()
         if flush and self._policy is WritePolicy.ON_EVICT:
             # Nothing is dropped for the size of the queue; only time limits a drain.
             self._queue_bytes_max = sys.maxsize
@@ -232,7 +230,7 @@ class Writes:
         if self._policy is WritePolicy.ON_EVICT:
             self._write_ahead()
         while len(self._running) < self._inflight_max and self._breaker.passes(now):
-            while not self.pending and (restored := self.backfill.take()) is not None:
+            while not self.pending and (restored := self._next_restored()) is not None:
                 self._enqueue(restored)
             if not self.pending:
                 break
@@ -251,6 +249,14 @@ class Writes:
                 self._start(segment, pending)
             else:
                 self._settle(pending.account, segment.slot_bytes)
+
+    def _next_restored(self) -> Chunk | None:
+        """Take the newest restored chunk of a realm. A drain leaves them to the next run."""
+        if self._policy is WritePolicy.THROUGH and not self._draining:
+            for realm in self._directory.realms.values():
+                if realm.caught_up and realm.backfill:
+                    return realm.backfill.popitem()[0]
+        return None
 
     def _begin(self, pending: PendingWrite) -> bool:
         """Whether its namespace has room for a chunk. Queued chunks do not count."""
