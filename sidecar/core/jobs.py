@@ -226,12 +226,11 @@ class Jobs:
             storing=segment.slot_bytes,
             parent=piece.parent,
         )
-        if not self._admit(job, copy.cost, 1, copy.storing):
-            self._counters.stores_dropped_share += 1
-            self._directory.drop_if_unused(chunk)
-            return Outcome.FULL
-        if not self._host.reserve(segment, Cause.GATHER, retention):
-            self._give_back(copy)
+        admitted = self._admit(job, copy.cost, 1, copy.storing)
+        self._counters.stores_dropped_share += not admitted
+        if not admitted or not self._host.reserve(segment, Cause.GATHER, retention):
+            if admitted:
+                self._give_back(copy)
             self._directory.drop_if_unused(chunk)
             return Outcome.FULL
         self._emit(

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from sidecar.core.commands import ReadDone, Reply
 from sidecar.core.fair_share import lookup_cost
-from sidecar.core.planner import UNKNOWN, Credit, ReadPlan
+from sidecar.core.planner import Credit, ReadPlan
 from sidecar.core.reads import can_complete
 from sidecar.protocol import Lookup, LookupDone, Outcome
 
@@ -125,11 +125,12 @@ class Lookups:
             outcome = Outcome.FULL
             self._shares.refuse("lookup", "pinned")
             self._shorten(chunks, fitting)
-        plan = self._plan(session_id, message, chunks)
+        first = _leading(chunks, 0)
+        plan = self._reads.plan(session_id, message, chunks[first:])
         self._credits[session_id].asked(plan.compute_seconds)
         if not plan.read:
             self._counters.lookups_recomputed += 1
-            self._shorten(chunks, _leading(chunks, 0))
+            self._shorten(chunks, first)
         if outcome is Outcome.OK and message.keys and not chunks:
             outcome = Outcome.MISSING
         ttl_seconds = self._limits.lease_ttl_seconds_max
@@ -170,17 +171,6 @@ class Lookups:
         del chunks[length:]
         for chunk in cut:
             self._directory.drop_if_unused(chunk)
-
-    def _plan(self, session_id: int, message: Lookup, chunks: list[Chunk]) -> ReadPlan:
-        """Weigh reading what the run lacks against computing it from the first missing chunk."""
-        first = _leading(chunks, 0)
-        missing = [chunk for chunk in chunks[first:] if not chunk.loadable]
-        if not missing or not self._limits.recompute:
-            return UNKNOWN
-        num_chunks = len(chunks) - first
-        num_tokens = message.num_tokens * num_chunks // len(message.keys)
-        speed = message.prefill_tokens_per_second
-        return self._reads.plan(session_id, missing, num_chunks, num_tokens, speed)
 
     def _admit(self, session_id: int, own: dict[int, OpenLookup], cost: int) -> bool:
         shares = self._shares

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from sidecar.core.breaker import BreakerState
 from sidecar.core.commands import Read, ReadDone, Resume, StoreOutcome
 from sidecar.core.directory import Cause, SegmentState
-from sidecar.core.planner import Planner, ReadPlan, ReadStart
+from sidecar.core.planner import UNKNOWN, Planner, ReadPlan, ReadStart
 from sidecar.protocol import Outcome
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from sidecar.core.directory import Chunk, HostSegment, Realm
     from sidecar.core.outbox import CoreParts
     from sidecar.core.store_view import StoreView
+    from sidecar.protocol import Lookup
 
 
 class ReadQueue:
@@ -111,6 +112,7 @@ class Reads:
         self._emit = parts.emit
         self._breaker = breaker
         self._inflight_max = parts.limits.reads_inflight_max
+        self._recompute = parts.limits.recompute
         self._begun_max = parts.limits.reads_begun_max
         self._planner = Planner(reads_inflight_max=self._inflight_max)
         self.queue = ReadQueue()
@@ -129,15 +131,11 @@ class Reads:
         """Whether the breaker lets reads pass."""
         return self._breaker.passes(now)
 
-    def plan(
-        self,
-        session_id: int,
-        missing: list[Chunk],
-        num_chunks: int,
-        num_tokens: int,
-        prefill_tokens_per_second: float,
-    ) -> ReadPlan:
-        """Weigh reading the missing chunks of a run against computing its last `num_chunks`."""
+    def plan(self, session_id: int, message: Lookup, run: list[Chunk]) -> ReadPlan:
+        """Weigh reading what a run lacks against computing it, from its first missing chunk on."""
+        missing = [chunk for chunk in run if not chunk.loadable]
+        if not missing or not self._recompute:
+            return UNKNOWN
         reads = len(missing) * missing[0].realm.world_size
         read_bytes = 0
         for realm, count in Counter(chunk.realm for chunk in missing).items():
@@ -145,12 +143,12 @@ class Reads:
             full = sum(layout.payload_bytes(layout.blocks_per_chunk) for layout in layouts)
             read_bytes += full * count
         return self._planner.plan(
-            num_chunks,
-            num_tokens,
+            len(run),
+            message.num_tokens * len(run) // len(message.keys),
             reads=reads,
             read_bytes=read_bytes,
             queued=self.queue.ahead(session_id, reads) + len(self._running),
-            prefill_tokens_per_second=prefill_tokens_per_second,
+            prefill_tokens_per_second=message.prefill_tokens_per_second,
         )
 
     def enqueue(self, chunk: Chunk, session_ids: Iterable[int]) -> bool:
