@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from sidecar.core.stored_table import StoredChunks, distinct
-from sidecar.protocol import Role
 from tiers.kv.reshard import cover
 
 if TYPE_CHECKING:
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from sidecar.core.commands import SessionOpened
     from sidecar.core.stored_table import Masks, StoredColumns
     from tiers.kv.layout import ChunkLayout, Segment
 
@@ -304,30 +302,6 @@ class Directory:
         )
         # (realm_id, key) -> realm, and flags and chunk before this event.
         self._touched: dict[tuple[int, bytes], tuple[Realm, tuple[bool, bool], Chunk | None]] = {}
-
-    def refusal(self, event: SessionOpened) -> str | None:
-        """Why a session does not fit the realms of its groups; None if it does."""
-        rank, is_worker = event.segment_number, event.role is Role.WORKER
-        for group in event.groups:
-            if is_worker and group.layout is None:
-                return "layout=None: a worker must give its rank's chunk layout"
-            realm = self.realms.get(group.realm_id)
-            if realm is None:
-                continue
-            if realm.world_size != event.num_segments:
-                return (
-                    f"world_size={event.world_size} with replicas={event.replicas} makes chunks of "
-                    f"{event.num_segments} segments, but those of the same topology have "
-                    f"{realm.world_size}; give different cuts different topology names"
-                )
-            known = realm.layouts[rank]
-            if is_worker and known is not None and known != group.layout:
-                return (
-                    f"layout of rank {event.rank} is {group.layout}, but an earlier worker of the "
-                    f"same namespace and topology had {known}; use one kvlake configuration for "
-                    "both"
-                )
-        return None
 
     def open_realm(self, realm_id: int, world_size: int) -> Realm:
         """The realm, created on first use."""

@@ -227,7 +227,27 @@ class Engine:
         """Why a session cannot be served; None if it can."""
         if event.session_id in self.sessions:
             return f"session_id={event.session_id} is already open"
-        return self.directory.refusal(event)
+        rank, is_worker = event.segment_number, event.role is Role.WORKER
+        for group in event.groups:
+            if is_worker and group.layout is None:
+                return "layout=None: a worker must give its rank's chunk layout"
+            realm = self.directory.realms.get(group.realm_id)
+            if realm is None:
+                continue
+            if realm.world_size != event.num_segments:
+                return (
+                    f"world_size={event.world_size} with replicas={event.replicas} makes chunks of "
+                    f"{event.num_segments} segments, but those of the same topology have "
+                    f"{realm.world_size}; give different cuts different topology names"
+                )
+            known = realm.layouts[rank]
+            if is_worker and known is not None and known != group.layout:
+                return (
+                    f"layout of rank {event.rank} is {group.layout}, but an earlier worker of the "
+                    f"same namespace and topology had {known}; use one kvlake configuration for "
+                    "both"
+                )
+        return None
 
     def _open(self, event: SessionOpened) -> None:
         reason = self.refusal(event)
@@ -237,8 +257,7 @@ class Engine:
             realm = self.directory.open_realm(group.realm_id, event.num_segments)
             rank = event.segment_number
             if group.layout is not None and realm.layouts[rank] is None:
-                self.host.register_layout(realm, rank, group.layout)
-                self.host.queue_adoption(realm, rank, group.namespace)
+                self.host.register_layout(realm, rank, group.layout, group.namespace)
         if event.role is Role.SCHEDULER:
             self.leases.forget_early((event.realm_id, event.engine_id))
             if event.want_events:

@@ -85,12 +85,23 @@ class HostTier:
         self.adoptions: deque[tuple[Realm, int, Iterator[_Moment]]] = deque()
         """Slots to adopt, by realm and rank."""
 
-    def register_layout(self, realm: Realm, rank: int, layout: ChunkLayout) -> None:
-        """Set the geometry of a rank. `Engine.refusal` excludes a second, different one."""
+    def register_layout(
+        self, realm: Realm, rank: int, layout: ChunkLayout, namespace: bytes
+    ) -> None:
+        """Set the geometry of a rank. `Engine.refusal` excludes a second, different one.
+
+        The slots that this rank stored in an earlier run become segments with `adopt`.
+        """
         realm.layouts[rank] = layout
         realm.segment_sources.register(rank, layout.segment)
         realm.slot_classes[rank] = self.slots.slot_class(layout)
         realm.slot_bytes[rank] = self.slots.slot_bytes(realm.slot_classes[rank])
+        slots = self.restored_slots.matching(namespace, layout, realm.slot_classes[rank])
+        history: list[_Moment] = [(one.sealed, False, one) for one in slots]
+        history += [(one.used, True, one) for one in slots if one.used > one.sealed]
+        history.sort(key=lambda moment: moment[:2])
+        if slots:
+            self.adoptions.append((realm, rank, iter(history)))
 
     def touch(self, chunk: Chunk) -> None:
         """Note a use of a chunk."""
@@ -349,17 +360,6 @@ class HostTier:
         for one in restored:
             if one.expires_at < math.inf:
                 self._expiries.add(one.expires_at, one)
-
-    def queue_adoption(self, realm: Realm, rank: int, namespace: bytes) -> None:
-        """Have `adopt` make segments of the slots that this rank stored in an earlier run."""
-        layout = realm.layouts[rank]
-        assert layout is not None, "just registered"
-        slots = self.restored_slots.matching(namespace, layout, realm.slot_classes[rank])
-        history: list[_Moment] = [(one.sealed, False, one) for one in slots]
-        history += [(one.used, True, one) for one in slots if one.used > one.sealed]
-        history.sort(key=lambda moment: moment[:2])
-        if slots:
-            self.adoptions.append((realm, rank, iter(history)))
 
     def adopt(self, moments_max: int) -> bool:
         """Replay up to `moments_max` stores and uses of queued slots; returns whether more remain.

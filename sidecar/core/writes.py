@@ -58,8 +58,6 @@ class _Running(NamedTuple):
     segment: HostSegment
     tries: int
     verifies: bool
-    account: _Account
-    num_bytes: int
 
 
 class Writes:
@@ -248,7 +246,7 @@ class Writes:
                 self._breaker.begin(now)
                 self._start(segment, pending)
             else:
-                self._settle(pending.account, segment.slot_bytes)
+                self._settle(segment)
 
     def _next_restored(self) -> Chunk | None:
         """Take the newest restored chunk of a realm. A drain leaves them to the next run."""
@@ -274,9 +272,7 @@ class Writes:
         segment.writing = True
         self._last_write_id += 1
         verifies = self._sampling.selects(segment)
-        self._running[self._last_write_id] = _Running(
-            segment, pending.tries + 1, verifies, pending.account, segment.slot_bytes
-        )
+        self._running[self._last_write_id] = _Running(segment, pending.tries + 1, verifies)
         chunk = segment.chunk
         self._emit(
             Write(
@@ -293,15 +289,16 @@ class Writes:
             )
         )
 
-    def _settle(self, account: _Account, num_bytes: int) -> None:
+    def _settle(self, segment: HostSegment) -> None:
         """A segment is written, or need not be."""
-        _add(self._outstanding, account, -num_bytes, -1)
-        _add(self._begun, account[0], -num_bytes, -1)
+        realm_id, num_bytes = segment.chunk.realm.realm_id, segment.slot_bytes
+        _add(self._outstanding, (realm_id, segment.chunk.tenant), -num_bytes, -1)
+        _add(self._begun, realm_id, -num_bytes, -1)
 
     def ended(self, event: Written, now: float) -> None:
         """A write ended: the slot is not read any more."""
-        segment, tries, verifies, account, num_bytes = self._running.pop(event.write_id)
-        self._settle(account, num_bytes)
+        segment, tries, verifies = self._running.pop(event.write_id)
+        self._settle(segment)
         segment.writing = False
         chunk = segment.chunk
         self._host.release(segment)
