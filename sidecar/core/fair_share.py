@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sidecar.protocol import LoadChunk, StoreChunk
 
 PINNED_ALPHA: Final = 7
+UNLIMITED: Final = 1 << 62
 
 # Cost of one of each in Python's heap, rounded up; tests/sidecar/test_fair_share.py measures it.
 LOOKUP_BYTES: Final = 1024
@@ -41,12 +42,15 @@ BLOCK_BYTES: Final = 48
 class Share:
     """One bounded quantity, divided between sessions. `reason` names it in refusals."""
 
-    __slots__ = ("_alpha", "by_session", "limit", "reason", "used")
+    __slots__ = ("_alpha", "_session_max", "by_session", "limit", "reason", "used")
 
-    def __init__(self, reason: str, limit: int, alpha: int = 1) -> None:
+    def __init__(
+        self, reason: str, limit: int, alpha: int = 1, *, session_max: int = UNLIMITED
+    ) -> None:
         self.reason = reason
         self.limit = limit
         self._alpha = alpha
+        self._session_max = session_max
         self.used = 0
         self.by_session: dict[int, int] = {}
 
@@ -57,7 +61,7 @@ class Share:
     def fits(self, session_id: int, amount: int) -> bool:
         """Whether a session may have this much more."""
         left = self.limit - self.used - amount
-        return self.of(session_id) + amount <= self._alpha * left
+        return self.of(session_id) + amount <= min(self._alpha * left, self._session_max)
 
     def take(self, session_id: int, amount: int) -> None:
         """Take an amount that fits."""
@@ -80,8 +84,8 @@ class ShareLimits:
 
     memory_bytes_max: int = 256 << 20
     copies_queued_max: int = 65_536
-    storing_bytes_max: int = 1 << 62
-    pinned_bytes_max: int = 1 << 62
+    storing_bytes_max: int = UNLIMITED
+    pinned_bytes_max: int = UNLIMITED
     lookups_max: int = 4096
     leases_max: int = 4096
     jobs_max_per_session: int = 1024
@@ -99,8 +103,7 @@ class FairShares:
         self.request_pins = Share("kept", limits.pinned_bytes_max // 2, PINNED_ALPHA)
         self.lookups = Share("lookups", limits.lookups_max)
         self.leases = Share("leases", limits.leases_max)
-        self.jobs: Counter[int] = Counter()
-        self.jobs_max_per_session = limits.jobs_max_per_session
+        self.jobs = Share("jobs", UNLIMITED, session_max=limits.jobs_max_per_session)
         self.refused: Counter[tuple[str, str]] = Counter()
         """(what was refused, reason) -> how often. Never decreases."""
 
@@ -130,20 +133,6 @@ class FairShares:
         for share, amount in wanted:
             share.take(session_id, amount)
         return True
-
-    def begin_job(self, what: str, session_id: int) -> bool:
-        """Count one more job of a session, unless it has the maximum."""
-        if self.jobs[session_id] >= self.jobs_max_per_session:
-            self.refuse(what, "jobs")
-            return False
-        self.jobs[session_id] += 1
-        return True
-
-    def end_job(self, session_id: int) -> None:
-        """Count one job less."""
-        self.jobs[session_id] -= 1
-        if not self.jobs[session_id]:
-            del self.jobs[session_id]
 
 
 def lookup_cost(realm: Realm, num_chunks: int) -> int:

@@ -136,12 +136,14 @@ class Jobs:
         """Take the shares of copies. The first ones of a job also count it as running."""
         shares, session_id = self._shares, job.session.session_id
         what = "load" if job.loading else "store"
-        if not job.begun:
-            job.begun = shares.begin_job(what, session_id)
         wanted = [(shares.memory, cost), (shares.copies, copies)]
+        if not job.begun:
+            wanted.insert(0, (shares.jobs, 1))
         if storing:
             wanted.append((shares.storing, storing))
-        return job.begun and shares.admit(what, session_id, *wanted)
+        admitted = shares.admit(what, session_id, *wanted)
+        job.begun |= admitted
+        return admitted
 
     def _scatter(self, job: Job, piece: LoadChunk, segment: HostSegment, cost: int) -> None:
         chunk = segment.chunk
@@ -318,7 +320,7 @@ class Jobs:
         if job.running:
             return None
         if job.begun:
-            self._shares.end_job(job.session.session_id)
+            self._shares.jobs.give(job.session.session_id, 1)
         if job.loading:
             counters, outcome = self._counters, job.outcome
             counters.loads_served += outcome is Outcome.OK

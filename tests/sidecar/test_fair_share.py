@@ -118,7 +118,7 @@ class TestEngine:
         assert (counters.stores_dropped_share, counters.loads_dropped_full) == (2, 1)
         world.settle()
         assert empty(world)
-        assert not world.engine.shares.jobs
+        assert not world.engine.shares.jobs.used
 
     def test_slots_that_are_being_filled_are_shared_too(self) -> None:
         world = bounded(storing_bytes_max=8 * SLOT)

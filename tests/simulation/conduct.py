@@ -419,7 +419,7 @@ class Conduct:
 
     def _jobs_are_bounded(self, engine: Engine) -> None:
         running = Counter(name[0] for name, asked in self._jobs.items() if asked.running)
-        most = engine.shares.jobs_max_per_session
+        most = engine.limits.shares.jobs_max_per_session
         if running and max(running.values()) > most:
             raise Violation("queues are bounded", f"jobs: {running} of {most}")
 

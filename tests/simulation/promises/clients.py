@@ -44,8 +44,8 @@ CLIENTS = (
     Mutation(
         "shares are not bounded",
         "Share.fits",
-        "return self.of(session_id) + amount <= self._alpha * left",
-        "return True",
+        "self._alpha * left",
+        "UNLIMITED",
         seed=1,
     ),
     Mutation(
@@ -56,9 +56,9 @@ CLIENTS = (
     ),
     Mutation(
         "a client may have any number of jobs",
-        "FairShares.begin_job",
-        "if self.jobs[session_id] >= self.jobs_max_per_session:",
-        "if False:",
+        "Share.fits",
+        "self._session_max",
+        "UNLIMITED",
         ("flood of loads",),
         seed=61,
     ),
