@@ -316,11 +316,6 @@ class Directory:
             chunk = realm.chunks[key] = Chunk(realm, key, tenant)
         return chunk
 
-    def unpin(self, chunk: Chunk) -> None:
-        """Remove a pin."""
-        chunk.pins -= 1
-        self.drop_if_unused(chunk)
-
     def drop_if_unused(self, chunk: Chunk) -> None:
         """Delete the chunk if it has no slot and no pin."""
         if chunk.pins == 0 and not chunk.detached and chunk.empty:

@@ -89,7 +89,8 @@ class Pins:
                 self._share.give(session_id, pinned.size_bytes)
                 if not own:
                     del self.by_session[session_id]
-            self._directory.unpin(chunk)
+            chunk.pins -= 1
+            self._directory.drop_if_unused(chunk)
 
 
 @dataclass(slots=True, eq=False)

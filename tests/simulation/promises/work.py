@@ -174,7 +174,7 @@ WORK = (
     Mutation(
         "the pins of a lease stay",
         "Pins.unpin",
-        "self._directory.unpin(chunk)",
-        "self._directory.drop_if_unused(chunk)",
+        "chunk.pins -= 1",
+        "pass",
     ),
 )
