@@ -434,7 +434,7 @@ class EngineMachine(EngineModel):
         assert (snapshot.leases, snapshot.lookups, self.world.engine.host.zombies) == (0, 0, set())
         bounds = self.world.engine.shares
         assert not any(share.used for share in bounds.shares.values()), "something still waits"
-        assert not bounds.jobs, "a job still runs"
+        assert not bounds.jobs.used, "a job still runs"
         self.world.note(self.world.engine.clear())
         assert not self.world.slots.used, "a slot was left"
 
