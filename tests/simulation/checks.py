@@ -348,8 +348,8 @@ class Checks:
             raise Violation("every slot can be freed", f"{used} bytes are used")
         bounds = engine.shares
         held = {name: share.used for name, share in bounds.shares.items() if share.used}
-        if held or bounds.jobs:
-            raise Violation("at rest nothing is held", f"{held}, jobs {bounds.jobs}")
+        if held or bounds.jobs.used:
+            raise Violation("at rest nothing is held", f"{held}, jobs {bounds.jobs.by_session}")
 
     def answered(self, process: SidecarProcess) -> None:
         """Nothing runs any more, and sessions are open: every question has its answer."""
