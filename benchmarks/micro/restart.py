@@ -25,8 +25,7 @@ from sidecar.core.breaker import BreakerRules
 from sidecar.core.commands import OpenedGroup, Restored, SessionOpened
 from sidecar.core.engine import Engine
 from sidecar.core.outbox import EngineLimits, WritePolicy
-from sidecar.data.host_pool import open_pool
-from sidecar.data.pool_slots import PoolSlots
+from sidecar.data.host_pool import PoolSlots, open_pool
 from sidecar.protocol import Role
 from tests.harness.sidecars import SidecarProcess
 from tiers.kv.layout import ChunkLayout, Segment

@@ -150,12 +150,7 @@ async def collect(
 class Collector:
     """Polls the lease, acquires it, and runs rounds.
 
-    Args:
-        store: the store.
-        config: of this sidecar; it has a store.
-        health: whether the store can create.
-        logs_unmerged: unmerged log files of the catalog with most, at the last refresh.
-        clock: monotonic seconds.
+    `logs_unmerged` gives the unmerged log files of the catalog with most, at the last refresh.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ import anyio.lowlevel
 import numpy as np
 
 from sidecar.logs import fields
-from tiers.catalog.diff import MARGIN_SECONDS
+from tiers.catalog.major_compaction import MARGIN_SECONDS, YOUNG_SECONDS
 from tiers.catalog.merge import SHARDS
 from tiers.catalog.names import namespace_prefix
 from tiers.catalog.orphans import nonempty_shards, rows_in_shard
@@ -43,8 +43,6 @@ PASS_PAUSE_SECONDS: Final = 600.0
 RECONCILE_RETRY_SECONDS: Final = 2.0
 ROWS_WAITING_MAX: Final = 50_000
 ROWS_PER_TURN: Final = 1024
-YOUNG_SECONDS: Final = 600.0
-"""The writer of a younger object may still announce it."""
 EARLIER_SECONDS: Final = MARGIN_SECONDS / 2
 """Found rows are dated back by this. The other half of the margin is for their withdrawals, so that
 the object does not count as written after those."""
@@ -67,11 +65,8 @@ class _Pass:
 class Reconciler:
     """Compares objects with what the engine knows of the catalog.
 
-    Args:
-        feed_rows: passes rows of one realm to the engine.
-        held: the ranks whose segment of a key the engine knows to be in the store, as bits.
-        announces: whether rows are announced too.
-        every_seconds: how long a slow pass over all shards takes.
+    `held` gives the ranks whose segment of a key the engine knows to be in the store, as bits.
+    `every_seconds` is how long a slow pass over all shards takes.
     """
 
     def __init__(

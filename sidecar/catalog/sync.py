@@ -71,14 +71,10 @@ class StoreHealth:
 
 
 class StoreWatch:
-    """Probes, reads and announces.
+    """Probes, reads and announces. Without `writes`, read-only credentials are enough.
 
-    Args:
-        writes: whether rows are announced; otherwise read-only credentials are enough.
-        reads: whether catalogs are read.
-        feed: takes the `Listed` and `CaughtUp` events.
-        held: the ranks whose segment of a key the engine knows to be in the store, as bits.
-        index_settled: waits while a realm's index grows, so that few entries wait for room in it.
+    `held` gives the ranks whose segment of a key the engine knows to be in the store, as bits.
+    `index_settled` waits while a realm's index grows, so that few entries wait for room in it.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 A restored slot stays here until a worker attaches whose namespace and geometry it has, or until its
 memory is needed. Owns these slots, and the interface to the host pool (`SlotAllocator`, implemented
-by `sidecar/data/pool_slots.py`). Does not own the slots of chunks (`host_tier.py`).
+by `sidecar/data/host_pool.py`). Does not own the slots of chunks (`host_tier.py`).
 """
 
 from __future__ import annotations

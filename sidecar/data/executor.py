@@ -74,10 +74,6 @@ GIVE_WAY_POLL_SECONDS: Final = 0.002
 _logger = logging.getLogger("kvlake.executor")
 
 
-def _ignore(_: Exception) -> None:
-    pass
-
-
 class Executor:
     """Runs commands. `feed` takes events, `reply` messages, `index_moved` realms to announce."""
 
@@ -110,7 +106,7 @@ class Executor:
         self.indexes = IndexUpdater(
             index_moved, lambda realm: self._start(self.indexes.grow, realm)
         )
-        self._store_failed = store_failed or _ignore
+        self._store_failed = store_failed or (lambda _: None)
         self._verifying = anyio.CapacityLimiter(VERIFY_THREADS)
         self._reader = (
             None if store is None else SegmentReader(store, self._verifying, self._store_failed)

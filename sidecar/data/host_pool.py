@@ -1,7 +1,8 @@
 """Host memory as this sidecar's file: opened, scanned, mapped ahead, kept or removed.
 
-Owns how the pool's lifetime is tied to the process, and the log lines about it. Does not own the
-file (`tiers/pool/host_pool.py`), or what becomes of what it held (`core/engine.py`).
+Owns how the pool's lifetime is tied to the process, the log lines about it, and the map from a
+rank's chunk geometry to the pool's slot class. Does not own slots and the file
+(`tiers/pool/host_pool.py`), or what becomes of what it held (`core/engine.py`).
 
 Invariants: a sidecar that ends in order keeps its memory if `host.after_stop` says so and the
 memory holds something; one that ends because of a bug keeps none, because its last decisions cannot
@@ -31,9 +32,10 @@ from tiers.pool.recovery import FoundImage, rescan
 from tiers.store.client import run_to_end
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Collection, Generator
 
     from sidecar.config.model import Config
+    from tiers.kv.layout import ChunkLayout
 
 _Raised: TypeAlias = type[BaseException] | None
 
@@ -148,22 +150,18 @@ def closing(
         # `StartError` is no bug, and a cancellation is no Exception.
         kind = raised or StartError
         bug = issubclass(kind, Exception) and not issubclass(kind, StartError)
-        _close(pool, keep=keep and not bug, option=option)
+        path, used_bytes = pool.path, pool.stats().used_bytes
+        leaked = pool.close(keep=keep and not bug)
+        if leaked:
+            _logger.error("slots were still in use at the end", extra=fields(slots=len(leaked)))
+        if path.exists():
+            _logger.info(
+                "host memory is kept for the next start; `kvlake pool remove%s` gives it back",
+                option,
+                extra=fields(path=path, file_bytes=path.stat().st_size, used_bytes=used_bytes),
+            )
 
     return close
-
-
-def _close(pool: HostPool, *, keep: bool, option: str) -> None:
-    path, used_bytes = pool.path, pool.stats().used_bytes
-    leaked = pool.close(keep=keep)
-    if leaked:
-        _logger.error("slots were still in use at the end", extra=fields(slots=len(leaked)))
-    if path.exists():
-        _logger.info(
-            "host memory is kept for the next start; `kvlake pool remove%s` gives it back",
-            option,
-            extra=fields(path=path, file_bytes=path.stat().st_size, used_bytes=used_bytes),
-        )
 
 
 async def map_ahead(pool: HostPool) -> None:
@@ -177,3 +175,47 @@ async def map_ahead(pool: HostPool) -> None:
             await run_to_end(functools.partial(pool.populate, start), limiter)
     except OSError as error:
         _logger.warning("host memory is not mapped ahead", extra=fields(reason=error))
+
+
+class PoolSlots:
+    """The engine's `SlotAllocator` over a `HostPool`: slots by chunk geometry instead of by size.
+
+    A geometry is registered, and the pool has accepted its slot size, before the engine hears of
+    it. All but the slot class of a geometry is the pool's own.
+    """
+
+    def __init__(self, pool: HostPool) -> None:
+        self._pool = pool
+        self._classes: dict[ChunkLayout, int] = {}
+        self.allocate = pool.allocate
+        self.set_tag = pool.set_tag
+        self.seal = pool.seal
+        self.unseal = pool.unseal
+        self.touch = pool.touch
+        self.free = pool.free
+        self.class_of = pool.class_of
+        self.slot_bytes = pool.slot_bytes
+
+    def register(self, layout: ChunkLayout, slot_bytes: int) -> None:
+        """Register the slot size of a geometry. Raises `PoolError` where no slot of it fits."""
+        if layout not in self._classes:
+            self._classes[layout] = self._pool.register_class(slot_bytes)
+
+    def keep(self, layouts: Collection[ChunkLayout]) -> None:
+        """Forget all other geometries, and slot sizes without a slot in use."""
+        for layout in [layout for layout in self._classes if layout not in layouts]:
+            del self._classes[layout]
+        self._pool.keep_classes(set(self._classes.values()))
+
+    def slot_class(self, layout: ChunkLayout) -> int:
+        """See `SlotAllocator.slot_class`."""
+        return self._classes[layout]
+
+    @property
+    def size_bytes(self) -> int:
+        """See `SlotAllocator.size_bytes`."""
+        return self._pool.size_bytes
+
+    def free_bytes(self) -> int:
+        """See `SlotAllocator.free_bytes`."""
+        return self._pool.stats().free_bytes

@@ -45,11 +45,9 @@ _logger = logging.getLogger("kvlake.index")
 
 
 class IndexUpdater:
-    """Writes the indexes of all realms.
+    """Writes the indexes of all realms. `moved` is called when a realm has another index.
 
-    Args:
-        moved: called when a realm has another index.
-        start: runs `grow` for a realm whose index could not grow at once.
+    `start` runs `grow` for a realm whose index could not grow at once.
     """
 
     def __init__(

@@ -80,12 +80,9 @@ class SourceError(Exception):
 
 
 class SegmentReader:
-    """Carries out `Read` commands.
+    """Carries out `Read` commands. `threads` limits the threads that verify and copy.
 
-    Args:
-        store: where the objects are.
-        threads: limits the threads that verify and copy.
-        store_failed: called with each error that says that the store does not work.
+    `store_failed` is called with each error that says that the store does not work.
     """
 
     def __init__(

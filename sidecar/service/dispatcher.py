@@ -31,7 +31,7 @@ from sidecar.core.outbox import EngineLimits, WritePolicy
 from sidecar.core.tenants import Tenants
 from sidecar.data.copies import Copies
 from sidecar.data.executor import Executor
-from sidecar.data.pool_slots import PoolSlots
+from sidecar.data.host_pool import PoolSlots
 from sidecar.events.publisher import EventStream
 from sidecar.logs import fields
 from sidecar.protocol import (

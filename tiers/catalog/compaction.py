@@ -48,7 +48,7 @@ from tiers.catalog.manifest import (
     run_in_slices,
 )
 from tiers.catalog.names import NUMBER_MAX, catalog_folder, manifest_name, parse_snapshot
-from tiers.catalog.reader import Contents, Files, sort_out
+from tiers.catalog.reader import Files, sort_out
 from tiers.catalog.retention import TenantLimits
 from tiers.catalog.scan import CatalogState, Superseded, load
 from tiers.catalog.usage import NO_USAGE, Usage, cells_by_tenant, usage_by_tenant, word_of
@@ -88,17 +88,11 @@ async def compact(
     on_withdrawn: OnWithdrawn | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> CompactionReport:
-    """One compaction of the namespace in folder `prefix`.
+    """One compaction of the namespace in folder `prefix`; `now_seconds` is by the store's clock.
 
-    Args:
-        tier: the store; it must be able to create without replacing.
-        prefix: the namespace's folder.
-        plan: what to do.
-        now_seconds: the time by the store's clock.
-        renew_lease: called now and then; False ends it, because another process has the lease.
-        counts: where to count what is read.
-        on_withdrawn: called with merged rows that are withdrawn, and the reason of each.
-        clock: monotonic seconds.
+    `tier` must be able to create without replacing. `renew_lease` is called now and then; False
+    ends the compaction, because another process has the lease. `on_withdrawn` gets merged rows that
+    are withdrawn, and the reason of each.
 
     Raises the tier's errors, and `Superseded`. Nothing is lost then, and it may be tried again.
     """
@@ -117,7 +111,7 @@ class _Compaction:
         self._began = clock()
         self._report = work.report
         self._log = LogWriter(
-            work.tier, work.folder, new_writer("c"), rows_max=ANNOUNCED_ROWS, seconds_max=0.0
+            work.tier, work.files.folder, new_writer("c"), rows_max=ANNOUNCED_ROWS, seconds_max=0.0
         )
 
     async def run(self) -> CompactionReport:
@@ -126,8 +120,8 @@ class _Compaction:
         self._report.logs_left = state.left
         if state.next_generation > NUMBER_MAX:
             raise TierUnavailable(
-                f"{manifest_name(work.folder, NUMBER_MAX)} has the highest possible number, and no "
-                "sidecar made it: nothing here is compacted or collected; delete it",
+                f"{manifest_name(work.files.folder, NUMBER_MAX)} has the highest possible number, "
+                "and no sidecar made it: nothing here is compacted or collected; delete it",
                 retryable=False,
             )
         every = work.plan.reconcile_seconds
@@ -218,7 +212,7 @@ class _Compaction:
 
     def _snapshot_writer(self, generation: int) -> SnapshotWriter:
         tier = None if self._work.plan.dry_run else self._work.tier
-        return SnapshotWriter(tier, self._work.folder, generation)
+        return SnapshotWriter(tier, self._work.files.folder, generation)
 
     # --- major -----------------------------------------------------------------------------
 
@@ -266,7 +260,7 @@ class _Compaction:
     async def _create(self, manifest: Manifest) -> None:
         work = self._work
         await work.check_lease()
-        name = manifest_name(work.folder, manifest.generation)
+        name = manifest_name(work.files.folder, manifest.generation)
         body = await run_in_slices(manifests.encode(manifest))
         try:
             await work.tier.write(name, body, create=True)
@@ -279,8 +273,8 @@ class _Compaction:
                 size_bytes = 0
             if not np.array_equal(into[:size_bytes], body):
                 raise Superseded(f"generation {manifest.generation} is another's") from None
-        listing = await work.tier.list(f"{work.folder}/manifest")
-        newest = max(sort_out(work.folder, listing).manifests, default=-1)
+        listing = await work.tier.list(f"{work.files.folder}/manifest")
+        newest = max(sort_out(work.files.folder, listing).manifests, default=-1)
         if newest != manifest.generation:
             raise Superseded(f"generation {newest} is there already")
 
@@ -288,7 +282,15 @@ class _Compaction:
         """Remove files that nobody needs. After an error the next compaction removes them."""
         work, contents = self._work, state.contents
         old = work.now_seconds - work.plan.keep_seconds
-        names = _merged_logs(contents, state.manifest, old)
+        # Readers that have listed the catalog since the manifest before have read its logs. New
+        # ones read the snapshots of the newest manifest, or of the one before if it is damaged.
+        names = [
+            file.found.name
+            for file in contents.logs
+            if (merged := state.manifest.merged.get(file.log.writer)) is not None
+            and file.log.number <= merged.number
+            and file.found.modified_seconds < old
+        ]
         for generation, found in contents.manifests.items():
             if generation <= manifest.generation - MANIFESTS_KEPT and found.modified_seconds < old:
                 names.append(found.name)
@@ -297,7 +299,7 @@ class _Compaction:
         abandoned = work.now_seconds - ABANDONED_SECONDS
         for name, found in contents.snapshots.items():
             # One of a later generation may just have been written again, by a compaction that runs.
-            begun = (parse_snapshot(work.folder, name) or 0) <= manifest.generation
+            begun = (parse_snapshot(work.files.folder, name) or 0) <= manifest.generation
             if begun and name not in used and found.modified_seconds < abandoned:
                 names.append(name)
         if names:
@@ -353,18 +355,3 @@ async def _batches(items: Iterable[tuple[T, Usage]]) -> AsyncIterator[list[tuple
     while batch := list(itertools.islice(left, TENANTS_PER_SLICE)):
         await anyio.lowlevel.checkpoint()
         yield batch
-
-
-def _merged_logs(contents: Contents, before: Manifest, old: float) -> list[str]:
-    """Log files that are older than `old`, and in snapshots since the manifest before.
-
-    Readers that have listed the catalog since then have read them. New readers read the snapshots
-    of the newest manifest, or of the one before if the newest is damaged.
-    """
-    return [
-        file.found.name
-        for file in contents.logs
-        if (merged := before.merged.get(file.log.writer)) is not None
-        and file.log.number <= merged.number
-        and file.found.modified_seconds < old
-    ]

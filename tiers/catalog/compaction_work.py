@@ -16,7 +16,7 @@ import anyio
 import anyio.to_thread
 import numpy as np
 
-from tiers.catalog.names import catalog_folder, snapshot_name
+from tiers.catalog.names import snapshot_name
 from tiers.catalog.retention import REASONS, Reasons, RetentionRules
 from tiers.catalog.rows import Rows, cut, digest_of, encode, joined
 from tiers.catalog.scan import Superseded
@@ -105,11 +105,6 @@ class CompactionWork:
     renew_lease: Callable[[], Awaitable[bool]] | None
     on_withdrawn: OnWithdrawn | None
 
-    @property
-    def folder(self) -> str:
-        """The catalog's."""
-        return catalog_folder(self.prefix)
-
     async def check_lease(self) -> None:
         """Raise `Superseded` where another process has the lease."""
         if self.renew_lease is not None and not await self.renew_lease():
@@ -136,7 +131,7 @@ class SnapshotWriter:
     async def flush(self) -> list[str]:
         """Write what waits. Returns the names of all files."""
         rows, self._rows = self._rows, []
-        for part in await anyio.to_thread.run_sync(_cut_all, rows):
+        for part in await anyio.to_thread.run_sync(lambda: cut(joined(rows), SNAPSHOT_ROWS)):
             name = ""
             if self._tier is not None:
                 body = await anyio.to_thread.run_sync(encode, part)
@@ -145,7 +140,3 @@ class SnapshotWriter:
                 await self._tier.write(name, body)
             self._names.append(name)
         return self._names
-
-
-def _cut_all(parts: list[Rows]) -> list[Rows]:
-    return cut(joined(parts), SNAPSHOT_ROWS)

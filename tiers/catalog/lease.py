@@ -49,13 +49,9 @@ _UNKNOWN: Final = _Record("somebody", LEASE_SECONDS_MAX)
 
 
 class CatalogLease:
-    """One process's view of a store's lease.
+    """One process's view of a store's lease, which holds for `seconds` without being renewed.
 
-    Args:
-        tier: the store; it must be able to create without replacing.
-        holder: the name that other processes show for the holder.
-        seconds: how long it holds without being renewed.
-        clock: monotonic seconds.
+    `tier` must be able to create without replacing. Other processes show the name `holder`.
     """
 
     def __init__(
@@ -96,9 +92,10 @@ class CatalogLease:
 
         Another's lease expires after its time since the first poll that found it.
         """
-        newest = max(await self._generations(), default=-1)
-        if newest >= 0:
-            await self._notice(newest)
+        newest, now = max(await self._generations(), default=-1), self._clock()
+        if newest >= 0 and newest != self._seen:
+            self._other = await self._read(newest)
+            self._seen, self._seen_since = newest, now
         return newest
 
     @property
@@ -135,12 +132,6 @@ class CatalogLease:
         if self.held:
             await self._create(self.generation + 1, "")
             self.generation = -1
-
-    async def _notice(self, newest: int) -> None:
-        now = self._clock()
-        if newest != self._seen:
-            self._other = await self._read(newest)
-            self._seen, self._seen_since = newest, now
 
     async def _create(self, generation: int, holder: str, *, again: bool = True) -> bool:
         if generation > NUMBER_MAX:

@@ -48,16 +48,10 @@ def new_writer(kind: str = "s") -> str:
 
 
 class LogWriter:
-    """Appends to one catalog under one writer's name.
+    """Appends to the catalog in `folder` under one writer's name, from `new_writer`.
 
-    Args:
-        tier: the store.
-        folder: the catalog's folder.
-        writer: from `new_writer`.
-        rows_max: rows after which a file is due, whatever the time.
-        seconds_max: how long a row waits.
-        clock: monotonic seconds.
-        usage: counts the rows that `append` takes, and their files.
+    A file is due after `rows_max` rows, or once a row has waited for `seconds_max`. `usage` counts
+    the rows that `append` takes, and their files.
     """
 
     def __init__(
@@ -124,7 +118,9 @@ class LogWriter:
                     rows = self._rows[: min(left, SEGMENTS_PER_FILE_MAX)]
                     if self._usage is not None:
                         self._usage.cut()
-                    self._unsent = (await anyio.to_thread.run_sync(_encoded, rows), len(rows))
+                    columns = await anyio.to_thread.run_sync(rows_of, rows)
+                    body = await anyio.to_thread.run_sync(encode, columns)
+                    self._unsent = (body, len(rows))
                 # The store's answer may have been lost. The same bytes are sent again under the
                 # same name, so that a reader never finds two files of one number.
                 body, count = self._unsent
@@ -146,7 +142,3 @@ class LogWriter:
         name = log_name(self._folder, LogName(self.writer, self.files), digest_of(body))
         await self.tier.write(name, body)
         self.files += 1
-
-
-def _encoded(rows: list[Row]) -> Bytes:
-    return encode(rows_of(rows))

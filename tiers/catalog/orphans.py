@@ -129,13 +129,9 @@ async def remove_leftovers(
 ) -> Leftovers:
     """Remove what is old enough. Raises the tier's errors; the rest is left to the next call.
 
-    Args:
-        tier: the store.
-        now_seconds: the time by the store's clock.
-        quarantine_seconds: how long damaged objects stay; None: for ever.
-        namespace: only what was moved aside in the namespace of this folder; "": everything.
-        dry_run: remove nothing.
-        renew_lease: called now and then; False ends it, because another process has the lease.
+    `now_seconds` is by the store's clock. Damaged objects stay for `quarantine_seconds`, or for
+    ever. `namespace`: only what was moved aside in the namespace of this folder. `renew_lease` is
+    called now and then; False ends it, because another process has the lease.
     """
     report = Leftovers()
     before = now_seconds - (math.inf if quarantine_seconds is None else quarantine_seconds)

@@ -151,13 +151,7 @@ class Files:
 
 
 class CatalogReader:
-    """One reader of one catalog.
-
-    Args:
-        tier: the store.
-        folder: the catalog's folder.
-        counts: where to count.
-    """
+    """One reader of the catalog in `folder`."""
 
     def __init__(self, tier: ObjectTier, folder: str, counts: Counts) -> None:
         self._tier = tier
@@ -214,7 +208,10 @@ class CatalogReader:
                     yield snapshot
             self.manifest = manifest
             self._forget(contents)
-        self._count_unmerged(contents, all_listed=listed_all or newer is not None)
+        # A listing from the positions on has only new files. A new manifest leaves few, and all
+        # names are listed at the next refresh.
+        known = self.logs_unmerged if newer is None and not listed_all else 0
+        self.logs_unmerged = known + sum(not self._is_merged(file.log) for file in contents.logs)
         self._unfinished = True
         gaps, self._gaps = self._gaps, {}
         for file in contents.logs:
@@ -241,12 +238,6 @@ class CatalogReader:
                     yield snapshot
             self._positions[writer] = file
         self._unfinished = False
-
-    def _count_unmerged(self, contents: Contents, *, all_listed: bool) -> None:
-        # A listing from the positions on has only new files. A new manifest leaves few, and all
-        # names are listed at the next refresh.
-        known = 0 if all_listed else self.logs_unmerged
-        self.logs_unmerged = known + sum(not self._is_merged(file.log) for file in contents.logs)
 
     def take_suspect(self) -> bool:
         """Whether, since the last call, the catalog was absent, damaged or incomplete."""

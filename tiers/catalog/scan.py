@@ -33,15 +33,12 @@ from tiers.errors import ChunkMissing
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
-    import numpy.typing as npt
-
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 FRESH_ROWS_MAX: Final = 1_000_000
-PASS_ROWS_MAX: Final = 2_000_000
-"""Rows of logs that `all_rows` has at a time: 200 MB."""
-BLOCK_ROWS: Final = 100_000
+PASS_ROWS_MAX: Final = 1_000_000
+"""Rows of logs that `all_rows` has at a time: 100 MB, and as much again while they are merged."""
 ROW_BYTES_MIN: Final = 96
 """Of a row in a file: its columns of a fixed width."""
 READS_MAX: Final = 8
@@ -92,11 +89,9 @@ class CatalogState:
 
 
 async def load(files: Files, now_seconds: float) -> CatalogState:
-    """The catalog in `files`' folder. Raises the tier's errors, and `Superseded`.
+    """The catalog in `files`' folder; `now_seconds` is by the store's clock.
 
-    Args:
-        files: reads the catalog's files.
-        now_seconds: the time by the store's clock.
+    Raises the tier's errors, and `Superseded`.
     """
     state, logs = await _begin(files, now_seconds)
     parts: list[Rows] = []
@@ -157,55 +152,22 @@ async def all_rows(
     step = -(-len(shards) // passes)
     for first in range(0, len(shards), step):
         some = shards[first : first + step]
-        fresh = FreshRows(some)
-        for one in overlays:
-            await anyio.to_thread.run_sync(fresh.add, one)
+        parts = await anyio.to_thread.run_sync(in_shards, overlays, some)
         for at in range(0, len(logs), READS_MAX):
-            for found in await _read(files, _files_of(logs[at : at + READS_MAX])):
-                if found is not None:
-                    await anyio.to_thread.run_sync(fresh.add, found)
-        for shard in some:
-            old = await base.take(shard)
-            new = fresh.take(shard)
-            yield await anyio.to_thread.run_sync(_merge, [old, *new]) if new else old
+            found = await _read(files, _files_of(logs[at : at + READS_MAX]))
+            parts += await anyio.to_thread.run_sync(in_shards, found, some)
+        fresh = await anyio.to_thread.run_sync(_merge, parts)
+        async for _, rows, _ in _merged_shards(base, fresh, some):
+            yield rows
 
 
-class FreshRows:
-    """Rows of consecutive shards, as they come and not merged."""
-
-    def __init__(self, shards: range) -> None:
-        self._shards = shards
-        self._waiting: list[Rows] = []
-        # Sorted by shard, and where each shard begins.
-        self._blocks: list[tuple[Rows, npt.NDArray[np.intp]]] = []
-
-    def __len__(self) -> int:
-        return sum(map(len, self._waiting)) + sum(len(rows) for rows, _ in self._blocks)
-
-    def add(self, rows: Rows) -> None:
-        """Take the rows of these shards out of a file."""
-        if len(self._shards) < SHARDS:
-            digits = rows.keys[:, 0]
-            wanted = (digits >= self._shards.start) & (digits < self._shards.stop)
-            rows = rows.take(np.flatnonzero(wanted))
-        self._waiting.append(rows)
-        if sum(map(len, self._waiting)) >= BLOCK_ROWS:
-            self._close()
-
-    def _close(self) -> None:
-        rows, self._waiting = joined(self._waiting), []
-        rows = rows.take(np.argsort(rows.keys[:, 0], kind="stable"))
-        self._blocks.append((rows, shard_starts(rows)))
-
-    def take(self, shard: int) -> list[Rows]:
-        """The rows of one shard, in no order; no part is empty."""
-        if self._waiting:
-            self._close()
-        return [
-            rows.take(np.arange(starts[shard], starts[shard + 1]))
-            for rows, starts in self._blocks
-            if starts[shard] < starts[shard + 1]
-        ]
+def in_shards(parts: Sequence[Rows | None], shards: range) -> list[Rows]:
+    """The rows of consecutive shards, without files that are broken or lost."""
+    found = [rows for rows in parts if rows is not None]
+    if len(shards) == SHARDS:
+        return found
+    wanted = np.isin(np.arange(SHARDS), shards)
+    return [rows.take(wanted[rows.keys[:, 0]]) for rows in found]
 
 
 def _merge(parts: Sequence[Rows]) -> Rows:
@@ -277,14 +239,19 @@ async def _check_current(files: Files, name: str) -> None:
         raise Superseded(f"{name} was merged by another process: generation {newest.generation}")
 
 
-async def merged_shards(files: Files, state: CatalogState) -> AsyncIterator[tuple[int, Rows, Rows]]:
+def merged_shards(files: Files, state: CatalogState) -> AsyncIterator[tuple[int, Rows, Rows]]:
     """For each shard: its number, its merged rows, and those rows of the base that withdraw.
 
     Raises the tier's errors, and `Superseded`.
     """
-    fresh, starts = state.fresh, shard_starts(state.fresh)
-    base = _Base(files, state)
-    for shard in range(SHARDS):
+    return _merged_shards(_Base(files, state), state.fresh, range(SHARDS))
+
+
+async def _merged_shards(
+    base: _Base, fresh: Rows, shards: range
+) -> AsyncIterator[tuple[int, Rows, Rows]]:
+    starts = shard_starts(fresh)
+    for shard in shards:
         old = await base.take(shard)
         new = fresh.take(np.arange(starts[shard], starts[shard + 1]))
         if len(old) and len(new):

@@ -11,7 +11,7 @@ from tests import places
 from tests.tiers.catalog.kit import NAMESPACE, PREFIX, new_rows
 from tests.tiers.catalog.world import GRACE, SEGMENT, World, chunk_key, view_of
 from tests.tiers.tier_suite import image_of
-from tiers.catalog.diff import YOUNG_SECONDS
+from tiers.catalog.major_compaction import YOUNG_SECONDS
 from tiers.catalog.names import object_name, parse_name
 from tiers.catalog.orphans import rows_in_shard
 from tiers.catalog.retention import RetentionLimits, RetentionRules

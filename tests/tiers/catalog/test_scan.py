@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,7 +18,7 @@ from tiers.catalog.merge import SHARDS, merged
 from tiers.catalog.reader import Files
 from tiers.catalog.retention import RetentionRules
 from tiers.catalog.rows import Row, Rows, joined, rows_of
-from tiers.catalog.scan import FreshRows, all_rows
+from tiers.catalog.scan import all_rows, in_shards
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,20 +75,19 @@ async def test_all_rows_are_told_in_order_however_many_are_not_merged(
     await write(tier, more)
     files = Files(tier, FOLDER, Counts())
     places.patch(monkeypatch, "PASS_ROWS_MAX", 500)
-    most = 0
+    held: Counter[range] = Counter()
 
-    class Counted(FreshRows):
-        def add(self, rows: Rows) -> None:
-            nonlocal most
-            super().add(rows)
-            most = max(most, len(self))
+    def counted(parts: Sequence[Rows | None], shards: range) -> list[Rows]:
+        taken = in_shards(parts, shards)
+        held[shards] += sum(map(len, taken))
+        return taken
 
-    places.patch(monkeypatch, "FreshRows", Counted)
-    places.patch(monkeypatch, "BLOCK_ROWS", chooser.choice((1, 70, 10_000)))
+    places.patch(monkeypatch, "in_shards", counted)
     found = [rows async for rows in all_rows(files, 1e9, part)]
     assert len(found) == len(part)
     expected = [row for row in known([merged(rows_of(told))]) if row.key[0] in part]
     assert known(found) == expected
+    most = max(held.values())
     # Of 3,000 rows in logs. Keys are random, and those of the snapshots come on top.
     assert most < 700
     assert (most > 0) == any(key[0] in part for key in keys)
