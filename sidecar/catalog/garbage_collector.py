@@ -212,25 +212,19 @@ class Collector:
 
         Where another sidecar holds the lease, that is when it expires unless renewed.
         """
-        await self._poll()
-        every = self._settings.gc.every
-        return min(every, self._lease.expires_in or every)
-
-    async def _poll(self) -> None:
         try:
             before, self._last_seen = self._last_seen, await self._lease.poll()
             moved = before is not None and before != self._last_seen
             if moved or not await self._lease.acquire():
                 self.collected.rounds_left += 1
-                self._failing = False
-                return
-            try:
-                await self._round()
-                self._failing = False
-            finally:
-                with anyio.move_on_after(RELEASE_SECONDS_MAX, shield=True):
-                    await self._lease.release()
-                    self._last_seen = await self._lease.poll()
+            else:
+                try:
+                    await self._round()
+                finally:
+                    with anyio.move_on_after(RELEASE_SECONDS_MAX, shield=True):
+                        await self._lease.release()
+                        self._last_seen = await self._lease.poll()
+            self._failing = False
         except Superseded as error:
             self.collected.rounds_left += 1
             _logger.info("collection is left to another sidecar", extra=fields(reason=error))
@@ -239,6 +233,8 @@ class Collector:
             if not self._failing:
                 _logger.warning("collection failed", extra=fields(reason=error))
             self._failing = True
+        every = self._settings.gc.every
+        return min(every, self._lease.expires_in or every)
 
     async def _round(self) -> None:
         prefixes = await namespaces(self._store)

@@ -131,21 +131,17 @@ class Reconciler:
             if one.forgotten:
                 continue
             if done:
-                self._note_ended(one.digest)
+                now = anyio.current_time()
+                ended = {
+                    digest: at
+                    for digest, at in self._ended.items()
+                    if at + PASS_PAUSE_SECONDS > now
+                }
+                self._ended = ended | {one.digest: now}
                 continue
             # A pass that was requested meanwhile begins from the first shard.
             again = self._requested.setdefault(one.digest, one)
             again.retry_at = anyio.current_time() + RECONCILE_RETRY_SECONDS
-
-    def _note_ended(self, digest: bytes) -> None:
-        now = anyio.current_time()
-        self._ended.pop(digest, None)
-        while self._ended:
-            oldest = next(iter(self._ended))
-            if self._ended[oldest] + PASS_PAUSE_SECONDS > now:
-                break
-            del self._ended[oldest]
-        self._ended[digest] = now
 
     def _due(self, one: _Pass) -> float:
         """When a requested pass begins."""

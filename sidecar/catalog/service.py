@@ -6,12 +6,10 @@ knows this sidecar's own writes at once).
 
 Invariants: each log has a writer's name of its own, and a closed log does not go on. When a
 namespace comes back after its realms were forgotten, its catalog is read from the start, and what
-was written here before counts as others' rows. A realm has a reader of its own, because it may be
-opened when another realm of its namespace has read the catalog already. A tenant's usage is an
-estimate between two compactions: rows add to it as they come, and a manifest corrects it. Own rows
-count once and never too little (`LogUsage`); those of others from when they are read. Counting
-costs in proportion to the tenants of the new rows, not to the up to 65,536 that a manifest names,
-because the event loop does it.
+was written here before counts as others' rows. A realm may be opened when another of its namespace
+has read the catalog already. A tenant's usage is an estimate between two compactions: rows add to
+it as they come, and a manifest corrects it. The event loop counts, so that costs in proportion to
+the tenants of the new rows, not to the up to 65,536 that a manifest names.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from tiers.catalog.names import catalog_folder, namespace_prefix
 from tiers.catalog.namespace_info import NamespaceInfo, write_info
 from tiers.catalog.reader import CatalogReader
 from tiers.catalog.rows import NO_TENANT
-from tiers.catalog.usage import NO_USAGE, LogUsage, Usage
+from tiers.catalog.usage import NO_USAGE, LogUsage, Usage, sum_of
 from tiers.errors import TierError, TierUnavailable
 
 if TYPE_CHECKING:
@@ -200,10 +198,7 @@ class Catalogs:
     @property
     def total_usage(self) -> Usage:
         """The usage of all tenants of the namespaces that are known here."""
-        total = NO_USAGE
-        for known in self._usage.values():
-            total = total.plus(known.total)
-        return total
+        return sum_of(known.total for known in self._usage.values())
 
     def namespace_usage(self, namespace_digest: bytes) -> Usage:
         """The known usage of all tenants of a namespace."""
@@ -212,11 +207,11 @@ class Catalogs:
 
     def usage(self, tenant: bytes, namespace_digest: bytes | None = None) -> Usage:
         """The known usage of a tenant: in one namespace, or in all together."""
-        total = NO_USAGE
-        for digest, known in self._usage.items():
-            if namespace_digest in (None, digest):
-                total = total.plus(known.of(tenant or NO_TENANT))
-        return total
+        return sum_of(
+            known.of(tenant or NO_TENANT)
+            for digest, known in self._usage.items()
+            if namespace_digest in (None, digest)
+        )
 
     def _usage_in(self, realm: RealmLayout) -> _NamespaceUsage:
         self._closing.discard(realm.namespace_digest)

@@ -12,9 +12,8 @@ Invariants:
 * A copy holds the worker's fence lock while it touches the worker's memory, and starts only if its
   job is not revoked. A lock that the worker holds is tried again later, never waited for in a
   thread, so a stopped worker cannot occupy the copy threads.
-* Every command ends in exactly one `Copied`. One that has not started by its deadline ends as
-  expired, and never starts.
-* A started copy runs to its end; cancelling only stops the waiting for it.
+* Every command ends in exactly one `Copied`, and starts before its deadline or never. A started
+  copy runs to its end; cancelling only stops the waiting for it.
 """
 
 from __future__ import annotations
@@ -101,7 +100,13 @@ class Copies:
 
     def add(self, group: CopyGroup) -> None:
         """Queue a group. Where its fence is reached already, it need not wait for a poll."""
-        for part in _parts_of(group):
+        # A load is not cut: one corrupt chunk makes a miss of the job, so all of it has one answer.
+        step = len(group.commands)
+        if not group.is_load:
+            layout = group.rank.layout
+            step = max(1, STORE_BYTES_MAX // layout.payload_bytes(layout.blocks_per_chunk))
+        for first in range(0, len(group.commands), step):
+            part = replace(group, commands=group.commands[first : first + step])
             if self.queue.add(part):
                 self._ready.release()
             else:
@@ -192,18 +197,6 @@ class Copies:
             return group.all_ended(CopyOutcome.FAILED, str(error))
 
 
-def _parts_of(group: CopyGroup) -> Iterable[CopyGroup]:
-    if group.is_load:
-        # Not cut: one corrupt chunk makes a miss of the job, so all of it has one answer.
-        return [group]
-    chunk_bytes = group.rank.layout.payload_bytes(group.rank.layout.blocks_per_chunk)
-    step = max(1, STORE_BYTES_MAX // chunk_bytes)
-    return [
-        replace(group, commands=group.commands[first : first + step])
-        for first in range(0, len(group.commands), step)
-    ]
-
-
 def gather_group(group: CopyGroup, pool: Memory) -> list[Copied]:
     """In a copy thread: blocks to slots, then seal. Raises `BlockingIOError`: try again."""
     templates = group.rank.templates
@@ -214,7 +207,7 @@ def gather_group(group: CopyGroup, pool: Memory) -> list[Copied]:
         template = templates[len(command.block_ids)]
         slot = pool[command.slot : command.slot + template.image_bytes]
         template.prepare(slot)
-        return group.region.gather(_ids(command.block_ids), template.payload(slot))
+        return group.region.gather(np.array(command.block_ids, np.int64), template.payload(slot))
 
     with group.memory.fence.copying(group.job_id) as valid, contextlib.ExitStack() as begun:
         if not valid:
@@ -245,7 +238,7 @@ def scatter_group(group: CopyGroup, pool: Memory) -> list[Copied]:
 
     def begin(command: Scatter) -> Transfer:
         _, wanted, _ = _payload(group, command, pool)
-        return group.region.scatter(_ids(command.block_ids), wanted)
+        return group.region.scatter(np.array(command.block_ids, np.int64), wanted)
 
     with group.memory.fence.copying(group.job_id) as valid, contextlib.ExitStack() as begun:
         if not valid:
@@ -322,10 +315,6 @@ class _NotBegun:
 
     def settle(self) -> None:
         pass
-
-
-def _ids(block_ids: tuple[int, ...]) -> npt.NDArray[np.int64]:
-    return np.array(block_ids, dtype=np.int64)
 
 
 def _only(kind: type[T], commands: Iterable[object]) -> list[T]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 from sidecar.core.commands import Copied, CopyOutcome, Gather, Scatter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from sidecar.sessions.namespaces import RankLayout
     from sidecar.sessions.session import Session
@@ -87,9 +87,9 @@ class _RoundRobin:
     def __bool__(self) -> bool:
         return bool(self._queues)
 
-    def heads(self) -> Iterator[tuple[Session, CopyGroup]]:
+    def heads(self) -> list[tuple[Session, CopyGroup]]:
         """The first group of each session."""
-        return iter([(session, queue[0]) for session, queue in self._queues.items()])
+        return [(session, queue[0]) for session, queue in self._queues.items()]
 
     def head(self, session: Session) -> CopyGroup | None:
         """The first group of a session."""
@@ -169,9 +169,8 @@ class CopyQueue:
         """Make groups ready whose fence is reached. Returns how many, and the expired groups."""
         ready, expired = 0, list[CopyGroup]()
         for queue in self._waiting:
-            for session, first in queue.heads():
-                group: CopyGroup | None = first
-                while group is not None:
+            for session, _ in queue.heads():
+                while (group := queue.head(session)) is not None:
                     if group.may_start:
                         self._make_ready(queue.pop(session))
                         ready += 1
@@ -179,7 +178,6 @@ class CopyQueue:
                         expired.append(queue.pop(session))
                     else:
                         break
-                    group = queue.head(session)
         return ready, expired
 
     def next(self) -> CopyGroup | None:

@@ -12,6 +12,7 @@ next entry after a pause tries again.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import TYPE_CHECKING, Final
 
@@ -113,18 +114,16 @@ class IndexUpdater:
 
     def _grow_if_full(self, realm: RealmLayout) -> None:
         while realm.index.needs_growth and realm.realm_id not in self._growing:
-            if realm.index.slots > SLOTS_AT_ONCE_MAX or not self._grow_at_once(realm):
+            larger: IndexWriter | None = None
+            if realm.index.slots <= SLOTS_AT_ONCE_MAX:
+                # Without memory for it, `grow` logs that, and waits.
+                with contextlib.suppress(OSError):
+                    larger = realm.index.grown()
+            if larger is None:
                 self._growing[realm.realm_id] = anyio.Event()
                 self._start(realm)
-
-    def _grow_at_once(self, realm: RealmLayout) -> bool:
-        """False without memory for it: `grow` logs that, and waits."""
-        try:
-            larger = realm.index.grown()
-        except OSError:
-            return False
-        self._replace(realm, larger)
-        return True
+            else:
+                self._replace(realm, larger)
 
     def _replace(self, realm: RealmLayout, larger: IndexWriter) -> None:
         smaller, realm.index = realm.index, larger

@@ -112,8 +112,6 @@ class SegmentReader:
             return ReadDone(command.read_id, self._outcome(error, name, foreign=False))
         return ReadDone(command.read_id, StoreOutcome.OK, meta.num_blocks, meta.parent, num_bytes)
 
-    # --- the rank's own object -------------------------------------------------------------
-
     async def _read_own(
         self, realm: RealmLayout, command: Read, slot: Bytes
     ) -> tuple[SegmentMeta, int]:
@@ -143,8 +141,6 @@ class SegmentReader:
                     self._threads,
                 )
         return meta, num_bytes
-
-    # --- objects of other ranks or block sizes ---------------------------------------------
 
     async def reshard(
         self, realm: RealmLayout, command: Read, slot: Bytes
@@ -181,7 +177,7 @@ class SegmentReader:
         self, realm: RealmLayout, command: Read, chunk: _SharedChunk
     ) -> tuple[list[Bytes], int]:
         images: dict[int, Bytes] = {}
-        errors: list[SourceError] = []
+        errors: list[tuple[int, Exception]] = []
         num_bytes = 0
 
         async def fetch(bit: int) -> None:
@@ -196,15 +192,13 @@ class SegmentReader:
                 await download.ended.wait()
                 images[bit] = download.result()
             except Exception as error:
-                failure = SourceError(bit)
-                failure.__cause__ = error
-                errors.append(failure)
+                errors.append((bit, error))
 
         async with anyio.create_task_group() as tasks:
             for bit in command.sources:
                 tasks.start_soon(fetch, bit)
-        if errors:
-            raise errors[0]
+        for bit, error in errors:
+            raise SourceError(bit) from error
         return [images[bit] for bit in command.sources], num_bytes
 
     async def _download(self, name: str, holder: RankLayout, chunk: _SharedChunk) -> None:
@@ -219,8 +213,6 @@ class SegmentReader:
                 # Only those who wait already share the failure. A later read tries again.
                 del chunk.downloads[name]
             download.ended.set()
-
-    # --- failures --------------------------------------------------------------------------
 
     async def _source_failed(
         self, realm: RealmLayout, command: Read, error: SourceError

@@ -5,15 +5,14 @@ removing files that it has replaced. Does not own what a major compaction does
 (`major_compaction.py`), or when one is due and the lease (`sidecar/catalog/garbage_collector.py`).
 
 A minor compaction adds a snapshot with the rows of new logs. A major one merges everything into
-sorted snapshots, and only it withdraws and deletes. A segment goes in two major compactions: the
-first withdraws it, in a log that readers see at their next refresh; the second, at least
-`grace_seconds` later, deletes the object unless it was announced or written again meanwhile. A
-major compaction in between, which many new rows cause, does not restart the grace: it withdraws
-nothing, and what others withdrew meanwhile stays beyond the base.
+sorted snapshots, and only it withdraws and deletes. A segment goes in two of them: the first
+withdraws it in a log; the second, at least `grace_seconds` later, deletes the object unless it was
+announced or written again. One in between does not restart the grace: it withdraws nothing, and
+what others withdrew meanwhile stays beyond the base.
 
 Any number of compactions may run at once, be killed at any step, and begin again: files are only
-added until the manifest is created, and one of them creates it. The files of the others stay until
-they are an hour old: two that merge the same rows make the same file, so it may be the winner's.
+added until one of them creates the manifest. The files of the others stay for an hour: two that
+merge the same rows make the same file, so it may be the winner's.
 
 Invariants: an object is deleted only when a manifest that is older than the grace withdraws it, no
 log offers it again, and it is not newer than the withdrawn row. Times that are compared were all
@@ -51,7 +50,7 @@ from tiers.catalog.names import NUMBER_MAX, catalog_folder, manifest_name, parse
 from tiers.catalog.reader import Files, sort_out
 from tiers.catalog.retention import TenantLimits
 from tiers.catalog.scan import CatalogState, Superseded, load
-from tiers.catalog.usage import NO_USAGE, Usage, cells_by_tenant, usage_by_tenant, word_of
+from tiers.catalog.usage import NO_USAGE, Usage, cells_by_tenant, usage_by_tenant
 from tiers.errors import ChunkCorrupt, ChunkMissing, ObjectExists, TierUnavailable
 
 if TYPE_CHECKING:
@@ -141,8 +140,6 @@ class _Compaction:
         await self._remove_files(state, manifest or state.manifest)
         return self._report
 
-    # --- which kind ------------------------------------------------------------------------
-
     async def _major_is_due(self, state: CatalogState) -> bool:
         manifest, plan, now_seconds = state.manifest, self._work.plan, self._work.now_seconds
         base_rows = max(0, manifest.rows - (len(state.fresh) - len(state.log_rows)))
@@ -168,14 +165,6 @@ class _Compaction:
         """Whether what the base withdraws may be deleted now."""
         return 0 < manifest.base_seconds <= self._work.now_seconds - self._work.plan.grace_seconds
 
-    def _grace_runs(self, manifest: Manifest) -> bool:
-        """Whether the base's grace goes on, and nothing more is withdrawn before its end."""
-        # An operator who requests a major compaction wants the limits to hold now.
-        requested = self._work.plan.major
-        return bool(manifest.base_withdrawn) and manifest.base_seconds > 0 and not requested
-
-    # --- minor -----------------------------------------------------------------------------
-
     async def _minor(self, state: CatalogState) -> Manifest:
         rows, before = state.log_rows, state.manifest
         generation = state.next_generation
@@ -189,7 +178,7 @@ class _Compaction:
             rows=before.rows + len(rows),
             merged=self._merged(state, generation),
             held=usage,
-            tenants=await _largest(tenants),
+            tenants=await _without_smallest(tenants),
             reconciled_seconds=0.0 if state.suspect else before.reconciled_seconds,
         )
 
@@ -214,13 +203,14 @@ class _Compaction:
         tier = None if self._work.plan.dry_run else self._work.tier
         return SnapshotWriter(tier, self._work.files.folder, generation)
 
-    # --- major -----------------------------------------------------------------------------
-
     async def _major(self, state: CatalogState) -> Manifest:
         work, report, before = self._work, self._report, state.manifest
         generation = state.next_generation
         deletes = self._grace_is_over(before)
-        grace_runs = not deletes and self._grace_runs(before)
+        # Nothing more is withdrawn before the end of the base's grace. But an operator who requests
+        # a major compaction wants the limits to hold now.
+        grace = before.base_withdrawn > 0 and before.base_seconds > 0
+        grace_runs = grace and not deletes and not work.plan.major
         done = await MajorCompaction(work, state, self._log).run(
             self._snapshot_writer(generation), deletes=deletes, grace_runs=grace_runs
         )
@@ -240,7 +230,10 @@ class _Compaction:
             )
         # Readers learn of it now: a compaction may take longer than the grace.
         ended = work.now_seconds + self._clock() - self._began
-        largest = await anyio.to_thread.run_sync(report.usage.largest, TENANTS_MAX)
+        largest: dict[str, Usage] = {}
+        tenants = await anyio.to_thread.run_sync(report.usage.largest, TENANTS_MAX)
+        async for batch in _batches(tenants.items()):
+            largest.update((tenant.hex(), usage) for tenant, usage in batch)
         reconciled = 0.0 if state.suspect else before.reconciled_seconds
         return Manifest(
             generation=generation,
@@ -251,11 +244,9 @@ class _Compaction:
             rows=usage.objects + withdrawn,
             held=usage,
             merged=merged,
-            tenants=await _largest(largest),
+            tenants=largest,
             reconciled_seconds=work.now_seconds if work.plan.reconcile else reconciled,
         )
-
-    # --- the manifest, and what it replaces ------------------------------------------------
 
     async def _create(self, manifest: Manifest) -> None:
         work = self._work
@@ -307,46 +298,42 @@ class _Compaction:
             self._report.files_removed = len(names)
 
 
-async def _usage_with(manifest: Manifest, rows: Rows) -> tuple[Usage, dict[bytes, Usage]]:
+async def _usage_with(manifest: Manifest, rows: Rows) -> tuple[Usage, dict[str, Usage]]:
     """The usage of a manifest and of the rows of newer logs, in total and by tenant: an estimate.
 
     This and what follows may go through 65,536 tenants, and let other tasks run in between.
     """
     cells = await anyio.to_thread.run_sync(cells_by_tenant, rows)
-    total, tenants = manifest.held, dict[bytes, Usage]()
-    async for named in _batches(manifest.tenants.items()):
-        tenants.update((bytes.fromhex(name), usage) for name, usage in named)
+    total, tenants = manifest.held, dict(manifest.tenants)
     async for added in _batches(usage_by_tenant(cells).items()):
         for tenant, usage in added:
-            tenants[tenant] = tenants.get(tenant, NO_USAGE).plus(usage)
+            name = tenant.hex()
+            tenants[name] = tenants.get(name, NO_USAGE).plus(usage)
             total = total.plus(usage)
     return total, tenants
 
 
 async def _any_exceeds(
-    rules: RetentionRules, tenants: Mapping[bytes, Usage], now_seconds: float
+    rules: RetentionRules, tenants: Mapping[str, Usage], now_seconds: float
 ) -> bool:
     limits = TenantLimits(rules)
     async for batch in _batches(tenants.items()):
-        for tenant, usage in batch:
-            if limits.of(word_of(tenant)).exceeded(usage, now_seconds):
+        for name, usage in batch:
+            if limits.of(int(name, 16)).exceeded(usage, now_seconds):
                 return True
     return False
 
 
-async def _largest(tenants: Mapping[bytes, Usage]) -> dict[str, Usage]:
-    """The tenants with most bytes, as a manifest names them."""
-    found: dict[str, Usage] = {}
-    async for batch in _batches(tenants.items()):
-        found.update((tenant.hex(), usage) for tenant, usage in batch)
-    if len(found) > TENANTS_MAX:
-        names = list(found)
-        sizes = [usage.size_bytes for usage in found.values()]
+async def _without_smallest(tenants: dict[str, Usage]) -> dict[str, Usage]:
+    """The tenants with most bytes, as many as a manifest names."""
+    if len(tenants) > TENANTS_MAX:
+        names = list(tenants)
+        sizes = [usage.size_bytes for usage in tenants.values()]
         await anyio.lowlevel.checkpoint()
         smallest = np.argsort(sizes, kind="stable")[: len(sizes) - TENANTS_MAX].tolist()
         for number in smallest:
-            del found[names[number]]
-    return found
+            del tenants[names[number]]
+    return tenants
 
 
 async def _batches(items: Iterable[tuple[T, Usage]]) -> AsyncIterator[list[tuple[T, Usage]]]:

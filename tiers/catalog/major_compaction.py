@@ -29,8 +29,6 @@ from tiers.catalog.usage import cells_by_tenant
 from tiers.store.client import Found
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from tiers.catalog.compaction_work import CompactionReport, CompactionWork, SnapshotWriter
     from tiers.catalog.log import LogWriter
     from tiers.catalog.scan import CatalogState
@@ -83,22 +81,24 @@ class MajorCompaction:
         """
         work, plan = self._work, self._work.plan
         rules = RetentionRules() if grace_runs else plan.retention
-        ages = await self._ages(rules)
-        decision = await anyio.to_thread.run_sync(RetentionDecision, rules, ages, work.now_seconds)
+        decision = await anyio.to_thread.run_sync(RetentionDecision, await self._ages(rules))
         async for shard, found, withdrawn in merged_shards(work.files, self._state):
             await work.check_lease()
             rows = found
             if plan.reconcile or (deletes and len(withdrawn)):
-                objects = await self._objects(shard)
+                listing = await list_shard(work.tier, work.prefix, shard)
+                objects = {one.name: (one.size_bytes, one.modified_seconds) for one in listing}
                 if plan.reconcile:
                     rows = await self._reconcile(rows, objects)
                 if deletes:
                     rows = await self._delete(rows, withdrawn, objects, shard)
-            rows, going = await run_for_rows(len(rows), _withdraw, rows, decision, work.report)
-            if len(going.rows):
+            rows, gone, reasons, news = await run_for_rows(
+                len(rows), _withdraw, rows, decision, work.report
+            )
+            if len(gone):
                 if work.on_withdrawn is not None:
-                    await work.on_withdrawn(going.rows, going.reasons)
-                await self._announce(going.withdrawals)
+                    await work.on_withdrawn(gone, reasons)
+                await self._announce(news)
             if grace_runs:
                 rows = await run_for_rows(len(rows), self._without_late, rows, withdrawn)
             await out.add(rows)
@@ -143,10 +143,6 @@ class MajorCompaction:
         limits = TenantLimits(rules)
         capped = any(limits.of(word).capped for word in here)
         return capped or self._state.suspect or len(known) >= TENANTS_MAX
-
-    async def _objects(self, shard: int) -> Objects:
-        listing = await list_shard(self._work.tier, self._work.prefix, shard)
-        return {found.name: (found.size_bytes, found.modified_seconds) for found in listing}
 
     async def _reconcile(self, rows: Rows, objects: Objects) -> Rows:
         """The rows, with those that the objects lack or have too much."""
@@ -214,18 +210,13 @@ class MajorCompaction:
             await self._log.write(unannounced)
 
 
-class _Going(NamedTuple):
-    """What a shard withdraws."""
-
-    rows: Rows
-    reasons: Reasons
-    withdrawals: Rows
-
-
 def _withdraw(
     rows: Rows, decision: RetentionDecision, report: CompactionReport
-) -> tuple[Rows, _Going]:
-    """A shard's rows with what exceeds a limit withdrawn, and what that is. Counts both."""
+) -> tuple[Rows, Rows, Reasons, Rows]:
+    """A shard's rows with what exceeds a limit withdrawn. Counts both.
+
+    Also the rows that go, the reason of each, and the rows that withdraw them.
+    """
     reasons = decision.reasons(rows)
     going = np.flatnonzero(reasons)
     gone, reasons = rows.take(going), reasons[going]
@@ -234,12 +225,10 @@ def _withdraw(
         report.count_withdrawn(gone, reasons)
         rows = merged(joined([rows, news]))
     report.usage.add(rows)
-    return rows, _Going(gone, reasons, news)
+    return rows, gone, reasons, news
 
 
-def compare(
-    rows: Rows, objects: Mapping[str, tuple[int, float]], prefix: str, now_seconds: float
-) -> tuple[Rows, Rows]:
+def compare(rows: Rows, objects: Objects, prefix: str, now_seconds: float) -> tuple[Rows, Rows]:
     """Rows of objects that no row names, and rows that withdraw those without an object.
 
     `rows` are merged ones of the shard, all of each chunk.
@@ -272,18 +261,15 @@ def compare(
 
 
 def find_deletable(
-    rows: Rows, withdrawn: Rows, objects: Mapping[str, tuple[int, float]], prefix: str
+    rows: Rows, withdrawn: Rows, objects: Objects, prefix: str
 ) -> tuple[Rows, list[str], Rows]:
     """The rows without those in `withdrawn` that are done with, and objects to be deleted.
 
     Also rows that offer again an object that a reader missed, and that is there: the reader may
     have asked a replica that lags behind, or the wrong server. Nothing is deleted on such a report.
 
-    Args:
-        rows: merged rows of the shard, all of each chunk.
-        withdrawn: rows that have withdrawn for long enough.
-        objects: all of the shard.
-        prefix: the namespace's folder.
+    `rows` are merged ones of the shard, all of each chunk; `withdrawn` those of them that have
+    withdrawn for long enough; `objects` all of the shard.
     """
     waiting = np.flatnonzero(rows.size_bytes == 0)
     due = waiting[contained_in(rows.take(waiting), withdrawn)]

@@ -2,9 +2,8 @@
 
 Owns the record and its bytes: a line with the xxh3_128 of the rest, then JSON. Does not own when
 one is written (`compaction.py`), or I/O. `encode` and `decode` are generators, because a manifest
-may name 65,536 tenants: `run_in_slices` gives other tasks a turn at each `yield`. A thread would
-not help. Many small objects need the GIL all the time, and the event loop would wait for the
-interpreter's switch interval each time that it wants it.
+may name 65,536 tenants: `run_in_slices` gives other tasks a turn at each `yield`. A thread, which
+needs the GIL all the time for many small objects, would hold up the event loop.
 
 A manifest's name is its generation. It is only ever created, never replaced: of two compactions
 that began from one generation, one succeeds. That is the fence; the lease only saves the other one

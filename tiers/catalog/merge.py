@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from tiers.catalog.rows import joined
+from tiers.catalog.usage import chunk_starts
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -100,8 +101,7 @@ def newest_of_chunk(rows: Rows) -> Longs:
     """
     if not len(rows):
         return rows.written_at
-    new = np.r_[True, np.any(rows.keys[1:] != rows.keys[:-1], axis=1)]
-    starts = np.flatnonzero(new)
+    starts = chunk_starts(rows.keys)
     newest: Longs = np.maximum.reduceat(rows.written_at, starts)
     return np.repeat(newest, np.diff(np.r_[starts, len(rows)]))
 

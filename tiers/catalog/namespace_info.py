@@ -11,6 +11,7 @@ for people. Nothing here decides which bytes are loaded: a store without the rec
 from __future__ import annotations
 
 import hashlib
+import itertools
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import msgspec
@@ -76,14 +77,10 @@ def deeper_than(value: object, layers: int) -> bool:
     """Whether JSON is nested more than `layers` deep."""
     layer = [value]
     for _ in range(layers):
-        layer = [inner for one in layer for inner in _inside(one)]
+        dicts = [cast("dict[str, object]", one) for one in layer if isinstance(one, dict)]
+        lists = [cast("list[object]", one) for one in layer if isinstance(one, list)]
+        layer = list(itertools.chain(*(one.values() for one in dicts), *lists))
     return bool(layer)
-
-
-def _inside(value: object) -> list[object]:
-    if isinstance(value, dict):
-        return list(cast("dict[str, object]", value).values())
-    return cast("list[object]", value) if isinstance(value, list) else []
 
 
 async def write_info(tier: ObjectTier, prefix: str, info: NamespaceInfo) -> None:

@@ -148,8 +148,11 @@ async def remove_leftovers(
                 report.count(found)
         return True
 
-    folders = [f"{_QUARANTINED}{namespace}"] if namespace else await _quarantine_folders(tier)
-    for folder in folders:
+    prefixes: list[str | None] = [namespace]
+    if not namespace:
+        there = await tier.list(f"{_QUARANTINED}{FORMAT}", deep=False)
+        prefixes = [parse_namespace(found.name.removeprefix(_QUARANTINED)) for found in there]
+    for folder in sorted(f"{_QUARANTINED}{prefix}" for prefix in prefixes if prefix is not None):
         for shard in await nonempty_shards(tier, folder):
             listing = await list_shard(tier, folder, shard)
             doomed = await anyio.to_thread.run_sync(_too_old, listing, before, report)
@@ -160,13 +163,6 @@ async def remove_leftovers(
         probes = [found for found in listing if _PROBE.fullmatch(found.name)]
         await remove([one for one in probes if _is_older(one, now_seconds - PROBE_SECONDS_MAX)])
     return report
-
-
-async def _quarantine_folders(tier: ObjectTier) -> list[str]:
-    """The folders of namespaces with objects that were moved aside."""
-    there = await tier.list(f"{_QUARANTINED}{FORMAT}", deep=False)
-    found = [parse_namespace(entry.name.removeprefix(_QUARANTINED)) for entry in there]
-    return sorted(f"{_QUARANTINED}{prefix}" for prefix in found if prefix is not None)
 
 
 def _too_old(listing: Listing, before: float, report: Leftovers) -> Listing:

@@ -3,11 +3,10 @@
 Owns a reader's position in every writer's log and the manifest that it follows. Does not own what
 the rows mean (the engine's directory, or `merge.py`), or when it is called.
 
-A refresh lists the catalog's folder. While its files fit in one page of a listing, which compaction
-ensures, that is one request whatever the number of writers. Beyond it, the writers' folders are
-listed one by one from their positions on, where that takes fewer requests, and the whole folder now
-and then, to count what was removed. A new manifest costs one read. Snapshots are read at the first
-refresh, and when log files that were not read have been merged and then deleted or damaged.
+A refresh lists the catalog's folder: one request while its files fit in one page, which compaction
+ensures. Beyond it, the writers' folders are listed one by one from their positions on, where that
+takes fewer requests, and the whole folder now and then. Snapshots are read at the first refresh,
+and when log files that were not read have been merged and then deleted or damaged.
 
 Invariants: rows come at least once, those of one writer in order; a position moves only when the
 file before it was read, or was found broken or lost. Such a file is counted and not tried again,
@@ -19,6 +18,7 @@ error of the tier: foreign names are skipped, sizes are bounded.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import anyio
@@ -276,13 +276,13 @@ class CatalogReader:
         """Whether files were merged and deleted that this reader has not seen."""
         if self._fresh or newer.generation - self.generation > HISTORY:
             return True
-        ahead: dict[str, int] = {}
+        ahead: Counter[str] = Counter()
         for file in contents.logs:
             merged = newer.merged.get(file.log.writer)
             if merged and self._position(file.log.writer) < file.log.number <= merged.number:
-                ahead[file.log.writer] = ahead.get(file.log.writer, 0) + 1
+                ahead[file.log.writer] += 1
         return any(
-            merged.number - self._position(writer) > ahead.get(writer, 0)
+            merged.number - self._position(writer) > ahead[writer]
             for writer, merged in newer.merged.items()
         )
 

@@ -4,11 +4,10 @@ Owns the limits, the amounts by age that they apply to (`Ages`), and the decisio
 Does not own I/O, clocks, merging, or when any of this is done.
 
 Chunks go whole and oldest first, by when they were last written: a store does not know when a chunk
-was last read. What is too old goes first, whatever the other limits; then what tenants have too
-much; then what the namespace has too much of the rest. So each chunk falls to one limit, and none
-goes for room that another has made. Limits of age are exact. For bytes and objects, chunks written
-in one span are of one age, and no more of it goes than needed. A span is a minute, or longer where
-tenants and ages are so many that `CELLS_MAX` would be exceeded. How much of its oldest span a
+was last read. What is too old goes first, then what tenants have too much, then what the namespace
+has too much of the rest, so none goes for room that another has made. Limits of age are exact. For
+bytes and objects, chunks written in one span are of one age, and no more of it goes than needed. A
+span is a minute, or longer where `CELLS_MAX` would be exceeded. How much of its oldest span a
 tenant keeps is an estimate when the namespace's own excess is computed.
 
 Invariants: pure; the same chunks in the same order get the same decision; memory is bounded by
@@ -146,10 +145,17 @@ class TenantLimits:
 
     def values(self, column: Longs, tenants: Words) -> Longs:
         """The values of one of the columns for these tenants; `NO_LIMIT` for none."""
-        if not len(self._words):
-            return np.full(len(tenants), column[-1])
-        at = np.minimum(np.searchsorted(self._words, tenants), len(self._words) - 1)
-        return np.where(self._words[at] == tenants, column[at], column[-1])
+        at, named = _find(self._words, tenants)
+        return np.where(named, column[at], column[-1])
+
+
+def _find(words: Words, tenants: Words) -> tuple[npt.NDArray[np.intp], Mask]:
+    """Where each tenant is in sorted words, and whether it is there."""
+    at = np.searchsorted(words, tenants)
+    found: Mask = np.zeros(len(tenants), dtype=np.bool_)
+    inside = at < len(words)
+    found[inside] = words[at[inside]] == tenants[inside]
+    return np.where(found, at, 0), found
 
 
 def _micros(seconds: float | None) -> int | None:
@@ -167,12 +173,12 @@ class Expiry:
     def __init__(self, rules: RetentionRules, now_seconds: float) -> None:
         self._now = int(now_seconds * MICROSECONDS)
         [self._ttl] = _column([_micros(rules.ttl_seconds)]).tolist()
-        self._tenants = TenantLimits(rules)
+        self.tenants = TenantLimits(rules)
         self._future = self._now + FUTURE_SECONDS_MAX * MICROSECONDS
 
     def reasons(self, chunks: Chunks) -> Reasons:
         """For each chunk, the TTL that it exceeds: shape [n]."""
-        own = self._tenants.values(self._tenants.ttl, chunks.tenants)
+        own = self.tenants.values(self.tenants.ttl, chunks.tenants)
         found: Reasons = np.zeros(len(chunks), dtype=np.uint8)
         found[chunks.times < self._now - own] = RetentionReason.TENANT_TTL
         found[chunks.times < self._now - self._ttl] = RetentionReason.TTL
@@ -185,7 +191,8 @@ class Ages:
     """What is offered and not too old, by tenant and age."""
 
     def __init__(self, rules: RetentionRules, now_seconds: float) -> None:
-        self._expiry = Expiry(rules, now_seconds)
+        self.rules = rules
+        self.expiry = Expiry(rules, now_seconds)
         self._by_tenant = rules.tenants_capped
         self._sums = Sums()
         self._coarse = 0
@@ -199,7 +206,7 @@ class Ages:
         cells = cells_of(chunks, self.spans(chunks.times))
         if not self._by_tenant:
             cells = replace(cells, tenants=np.zeros(len(cells), dtype=np.uint64))
-        kept = np.flatnonzero(self._expiry.reasons(chunks) == RetentionReason.KEPT)
+        kept = np.flatnonzero(self.expiry.reasons(chunks) == RetentionReason.KEPT)
         self._sums.add(cells.take(kept))
         while self._coarse < COARSEST and self._sums.num_joined > CELLS_MAX:
             self._coarse += 1
@@ -236,7 +243,7 @@ class _Excess:
 
     def takes(self, tenants: Words, spans: Longs, amounts: Longs) -> Mask:
         """Which of these chunks go. Depends on the chunks of earlier calls."""
-        at, mine = self._find(tenants)
+        at, mine = _find(self._tenants, tenants)
         if not mine.any():
             return mine
         going: Mask = mine & (spans < self._before[at])
@@ -252,7 +259,7 @@ class _Excess:
 
     def share(self, cells: Cells, kind: int) -> npt.NDArray[np.float64]:
         """The estimated part of each cell that goes. To be called before `takes`."""
-        at, mine = self._find(cells.tenants)
+        at, mine = _find(self._tenants, cells.tenants)
         result: npt.NDArray[np.float64] = np.zeros(len(cells))
         if mine.any():
             edge = np.minimum(1.0, self._left[at] / np.maximum(1, cells.amounts[:, kind]))
@@ -260,12 +267,6 @@ class _Excess:
             result = np.where(cells.spans < self._before[at], 1.0, result)
             result[~mine] = 0.0
         return result
-
-    def _find(self, tenants: Words) -> tuple[npt.NDArray[np.intp], Mask]:
-        if not len(self._tenants):
-            return np.zeros(len(tenants), dtype=np.intp), np.zeros(len(tenants), dtype=np.bool_)
-        at = np.minimum(np.searchsorted(self._tenants, tenants), len(self._tenants) - 1)
-        return at, self._tenants[at] == tenants
 
 
 def _starts(values: npt.NDArray[np.generic]) -> npt.NDArray[np.intp]:
@@ -290,10 +291,9 @@ def _before_each(amounts: Longs, starts: npt.NDArray[np.intp]) -> Longs:
 class RetentionDecision:
     """Which chunks go, and for what. `ages` has all of them; pass each chunk once, in any order."""
 
-    def __init__(self, rules: RetentionRules, ages: Ages, now_seconds: float) -> None:
-        self._expiry = Expiry(rules, now_seconds)
+    def __init__(self, ages: Ages) -> None:
         self._ages = ages
-        cells, tenants = ages.cells, TenantLimits(rules)
+        rules, cells, tenants = ages.rules, ages.cells, ages.expiry.tenants
         present = cells.tenants[_starts(cells.tenants)]
         sizes = tenants.values(tenants.size_bytes_max, present)
         objects = tenants.values(tenants.objects_max, present)
@@ -323,7 +323,7 @@ class RetentionDecision:
         return found
 
     def _of_chunks(self, chunks: Chunks) -> Reasons:
-        found = self._expiry.reasons(chunks)
+        found = self._ages.expiry.reasons(chunks)
         spans = self._ages.spans(chunks.times)
         no_tenant = np.zeros(len(chunks), dtype=np.uint64)
         reason = RetentionReason

@@ -27,11 +27,14 @@ import numpy as np
 from tiers.catalog.manifest import EMPTY_MANIFEST, Manifest
 from tiers.catalog.merge import SHARDS, is_sorted, merged, shard_starts
 from tiers.catalog.reader import Contents, Files, LogFile, sort_out
-from tiers.catalog.rows import Rows, joined
+from tiers.catalog.rows import FILE_BYTES_MAX, Rows, joined
 from tiers.errors import ChunkMissing
+from tiers.store.client import Found
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
+
+    from tiers.store.client import Listing
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -100,7 +103,7 @@ async def load(files: Files, now_seconds: float) -> CatalogState:
         if num_rows >= FRESH_ROWS_MAX:
             break
         some = logs[first : first + READS_MAX]
-        found = await _read(files, _files_of(some))
+        found = await _read(files, [one.found for one in some])
         state.logs += some
         parts += [rows for rows in found if rows is not None]
         num_rows += sum(len(rows) for rows in found if rows is not None)
@@ -127,13 +130,9 @@ async def _begin(files: Files, now_seconds: float) -> tuple[CatalogState, list[L
 async def _overlays(files: Files, state: CatalogState) -> list[Rows]:
     """The snapshots beyond the base."""
     names = state.manifest.snapshots[state.manifest.base :]
-    found = await _read(files, [(name, 0) for name in names])
+    found = await _read(files, [Found(name, FILE_BYTES_MAX, 0.0) for name in names])
     state.suspect |= None in found
     return [rows for rows in found if rows is not None]
-
-
-def _files_of(logs: Sequence[LogFile]) -> list[tuple[str, int]]:
-    return [(one.found.name, one.found.size_bytes) for one in logs]
 
 
 async def all_rows(
@@ -154,7 +153,7 @@ async def all_rows(
         some = shards[first : first + step]
         parts = await anyio.to_thread.run_sync(in_shards, overlays, some)
         for at in range(0, len(logs), READS_MAX):
-            found = await _read(files, _files_of(logs[at : at + READS_MAX]))
+            found = await _read(files, [one.found for one in logs[at : at + READS_MAX]])
             parts += await anyio.to_thread.run_sync(in_shards, found, some)
         fresh = await anyio.to_thread.run_sync(_merge, parts)
         async for _, rows, _ in _merged_shards(base, fresh, some):
@@ -197,7 +196,7 @@ def _unmerged(
     return found, lost
 
 
-async def _read(files: Files, wanted: Sequence[tuple[str, int]]) -> list[Rows | None]:
+async def _read(files: Files, wanted: Listing) -> list[Rows | None]:
     """These files, in order; None for one that is broken or lost."""
     found: list[Rows | None] = [None] * len(wanted)
     limit = anyio.CapacityLimiter(READS_MAX)
@@ -206,15 +205,14 @@ async def _read(files: Files, wanted: Sequence[tuple[str, int]]) -> list[Rows | 
     async def read(index: int, name: str, size_bytes: int) -> None:
         async with limit:
             try:
-                rows = files.rows(name, size_bytes) if size_bytes else files.rows(name)
-                found[index] = await rows
+                found[index] = await files.rows(name, size_bytes)
             except ChunkMissing:
                 missing.append(name)
 
     try:
         async with anyio.create_task_group() as tasks:
-            for index, (name, size_bytes) in enumerate(wanted):
-                tasks.start_soon(read, index, name, size_bytes)
+            for index, file in enumerate(wanted):
+                tasks.start_soon(read, index, file.name, file.size_bytes)
     except BaseExceptionGroup as group:
         # The first error ended all others.
         raise group.exceptions[0] from None
@@ -288,7 +286,7 @@ class _Base:
     async def _open(self) -> None:
         name = self._state.base[self._next]
         self._next += 1
-        [rows] = await _read(self._files, [(name, 0)])
+        [rows] = await _read(self._files, [Found(name, FILE_BYTES_MAX, 0.0)])
         if rows is None or not len(rows):
             self._state.suspect = True
             return

@@ -12,6 +12,7 @@ pair of a tenant and a span, and as much again while cells are joined.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -22,7 +23,9 @@ import numpy.typing as npt
 from tiers.catalog.rows import NO_TENANT, TENANT_BYTES, Longs
 
 if TYPE_CHECKING:
-    from tiers.catalog.rows import Row, Rows
+    from collections.abc import Iterable
+
+    from tiers.catalog.rows import Bytes, Row, Rows
 
 JOIN_CELLS_MIN: Final = 65_536
 """Fewer cells are not worth joining."""
@@ -72,13 +75,21 @@ class Usage(NamedTuple):
 NO_USAGE: Final = Usage()
 
 
+def sum_of(usages: Iterable[Usage]) -> Usage:
+    """All of these together."""
+    return functools.reduce(Usage.plus, usages, NO_USAGE)
+
+
+def chunk_starts(keys: Bytes) -> npt.NDArray[np.intp]:
+    """Where each chunk begins in sorted keys, of which there is at least one."""
+    return np.flatnonzero(np.r_[True, np.any(keys[1:] != keys[:-1], axis=1)])
+
+
 class Chunks:
     """Columns by chunk, of sorted rows that are offered: at least one."""
 
     def __init__(self, live: Rows) -> None:
-        keys = live.keys
-        starts = np.flatnonzero(np.r_[True, np.any(keys[1:] != keys[:-1], axis=1)])
-        self.starts = starts
+        self.starts = starts = chunk_starts(live.keys)
         self.times: Longs = np.maximum.reduceat(live.written_at, starts)
         """When each was last written."""
         self.sizes: Longs = np.add.reduceat(live.size_bytes, starts)
@@ -335,14 +346,8 @@ class LogUsage:
     @property
     def total(self) -> Usage:
         """Of all tenants together."""
-        found = NO_USAGE
-        for one in self.sums:
-            found = found.plus(one.total)
-        return found
+        return sum_of(one.total for one in self.sums)
 
     def of(self, tenant: bytes) -> Usage:
         """Of one tenant, as rows name it."""
-        found = NO_USAGE
-        for one in self.sums:
-            found = found.plus(one.tenants.get(tenant, NO_USAGE))
-        return found
+        return sum_of(one.tenants.get(tenant, NO_USAGE) for one in self.sums)

@@ -82,7 +82,7 @@ def test_bounds_that_no_store_reaches_are_none() -> None:
         ages = Ages(bounds, 1e9)
         rows = rows_of([Row(chunk_key(1), Segment(0, 8, 0, 4).name, 7, 1000, 1)])
         ages.add(rows)
-        assert not RetentionDecision(bounds, ages, 1e9).reasons(rows).any()
+        assert not RetentionDecision(ages).reasons(rows).any()
 
 
 @pytest.mark.promise("catalog-limits")

@@ -52,7 +52,7 @@ def fallen(rows: list[Row], bounds: RetentionRules, parts: int = 1) -> dict[int,
     ages = Ages(bounds, NOW)
     for part in slices:
         ages.add(part)
-    verdict = RetentionDecision(bounds, ages, NOW)
+    verdict = RetentionDecision(ages)
     found: dict[int, Reason] = {}
     for part in slices:
         for at, why in enumerate(verdict.reasons(part).tolist()):
