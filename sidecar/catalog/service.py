@@ -26,7 +26,7 @@ from tiers.catalog.names import catalog_folder, namespace_prefix
 from tiers.catalog.namespace_info import NamespaceInfo, write_info
 from tiers.catalog.reader import CatalogReader
 from tiers.catalog.rows import NO_TENANT
-from tiers.catalog.usage import NO_USAGE, LogUsage, Usage, sum_of
+from tiers.catalog.usage import NO_USAGE, LogUsage, TenantUsage, Usage, sum_of
 from tiers.errors import TierError, TierUnavailable
 
 if TYPE_CHECKING:
@@ -243,9 +243,8 @@ class _NamespaceUsage:
         self.manifest: Manifest = EMPTY_MANIFEST
         self.own = LogUsage()
         """What was written here and no manifest counts yet."""
-        self._others = NO_USAGE
-        self._others_by_tenant: dict[bytes, Usage] = {}
-        """What others' rows added to the manifest, in total and by tenant."""
+        self._others = TenantUsage()
+        """What others' rows added to the manifest."""
         self._files: deque[tuple[LogName, Mapping[bytes, Usage]]] = deque()
         """The same by log file, the newest."""
 
@@ -255,7 +254,7 @@ class _NamespaceUsage:
         The manifest's tenants are not copied.
         """
         self.manifest = manifest
-        self._others, self._others_by_tenant = NO_USAGE, {}
+        self._others = TenantUsage()
         files, self._files = self._files, deque()
         for file, usage in files:
             self.add(usage, file)
@@ -270,18 +269,15 @@ class _NamespaceUsage:
             if len(self._files) > OTHERS_FILES_MAX:
                 # It counts until the next manifest.
                 self._files.popleft()
-        for tenant, more in usage.items():
-            known = self._others_by_tenant.get(tenant, NO_USAGE)
-            self._others_by_tenant[tenant] = known.plus(more)
-            self._others = self._others.plus(more)
+        self._others.add(usage)
 
     @property
     def total(self) -> Usage:
         """Of all tenants."""
-        return self.manifest.held.plus(self._others).plus(self.own.total)
+        return self.manifest.held.plus(self._others.total).plus(self.own.total)
 
     def of(self, tenant: bytes) -> Usage:
         """Of one tenant."""
         named = self.manifest.tenants.get(tenant.hex(), NO_USAGE)
-        others = self._others_by_tenant.get(tenant, NO_USAGE)
+        others = self._others.tenants.get(tenant, NO_USAGE)
         return named.plus(others).plus(self.own.of(tenant))

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from tiers.catalog.rows import NO_TENANT, TENANT_BYTES, Longs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from tiers.catalog.rows import Bytes, Row, Rows
 
@@ -266,27 +266,29 @@ def usage_by_tenant(cells: Cells) -> dict[bytes, Usage]:
     }
 
 
-class _LogSum:
+class TenantUsage:
+    """Usage that is added as it comes, by tenant and in total."""
+
+    def __init__(self) -> None:
+        self.tenants: dict[bytes, Usage] = {}
+        self.total = NO_USAGE
+
+    def add(self, usages: Mapping[bytes, Usage]) -> None:
+        """Add the usage of some tenants."""
+        for tenant, usage in usages.items():
+            self.tenants[tenant] = self.tenants.get(tenant, NO_USAGE).plus(usage)
+            self.total = self.total.plus(usage)
+
+
+class _LogSum(TenantUsage):
     """The usage of consecutive rows of a log."""
 
-    __slots__ = ("end", "number", "tenants", "total")
-
     def __init__(self, end: int) -> None:
+        super().__init__()
         self.end = end
         """Rows of the log up to the last one of these."""
         self.number = _NOT_SENT
         """The file that has the last row."""
-        self.tenants: dict[bytes, Usage] = {}
-        self.total = NO_USAGE
-
-    def add(self, tenant: bytes, usage: Usage) -> None:
-        self.tenants[tenant] = self.tenants.get(tenant, NO_USAGE).plus(usage)
-        self.total = self.total.plus(usage)
-
-    def absorb(self, later: _LogSum) -> None:
-        for tenant, usage in later.tenants.items():
-            self.add(tenant, usage)
-        self.end, self.number = later.end, later.number
 
 
 class LogUsage:
@@ -315,7 +317,7 @@ class LogUsage:
         last = self.sums[-1]
         last.end = self._rows
         if row.size_bytes:
-            last.add(row.tenant or NO_TENANT, Usage(row.size_bytes, 1, row.written_at, 1))
+            last.add({row.tenant or NO_TENANT: Usage(row.size_bytes, 1, row.written_at, 1)})
 
     def cut(self) -> None:
         """A file is made of the rows so far; later rows go into another."""
@@ -339,8 +341,9 @@ class LogUsage:
         while sums and _NOT_SENT < sums[0].number <= self._merged:
             sums.popleft()
         while len(sums) > LOG_SUMS_MAX and sums[1].number != _NOT_SENT:
-            first = sums.popleft()
-            first.absorb(sums.popleft())
+            first, second = sums.popleft(), sums.popleft()
+            first.add(second.tenants)
+            first.end, first.number = second.end, second.number
             sums.appendleft(first)
 
     @property
