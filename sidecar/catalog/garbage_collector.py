@@ -4,9 +4,9 @@ Owns when a round of compactions is due, the lease for it, the plan made of the 
 the totals of all rounds. Does not own a compaction (`tiers/catalog/compaction.py`) or the lease's
 rule (`tiers/catalog/lease.py`).
 
-Every sidecar polls the lease now and then. Where the lease has moved since the last poll, another
-sidecar has just run a round or is running one, and this one runs none. It polls again when that
-lease expires unless renewed: a collector that was killed delays the others by no more than that.
+Where the lease has moved since a sidecar's last poll, another one has just run a round or runs one,
+and this one runs none. It polls again when that lease expires unless renewed: a collector that was
+killed delays the others by no more than that.
 
 Invariants: nothing is done where the store cannot create without replacing; a round that fails is
 logged, counted and tried again at the next poll, and prevents nothing else; the lease is released

@@ -1,8 +1,7 @@
 """The lease: which of several processes compacts and collects, acquired with a conditional PUT.
 
 Owns the objects `v1/lease/<generation>`, of which the newest counts, and what is in them. Does not
-own what its holder does, or the safety of that: the lease saves work, and a manifest, which is only
-ever created, keeps two compactions apart (`manifest.py`).
+own the safety of two compactions at once: a manifest is only ever created (`manifest.py`).
 
 Acquiring, renewing and releasing each create the next generation, so of two processes that try at
 once one succeeds. Clocks are not compared: another's lease has expired when one generation was

@@ -1,9 +1,8 @@
 """One writer's log: what this process wrote, announced in batches.
 
 Owns the rows that are not announced yet and the numbers of one writer's files. Does not own when
-`flush` is called (`sidecar/catalog/sync.py`), or this process's own view of its writes: the engine
-has them at once. A crash loses the announcement of what was written since the last flush;
-reconciliation finds the objects.
+`flush` is called (`sidecar/catalog/sync.py`). A crash loses the announcement of what was written
+since the last flush; reconciliation finds the objects.
 
 Invariants: a writer's name is random and new for each process, so no two processes share a folder
 and numbers grow without gaps; rows leave the buffer only once the store has them; the buffer is

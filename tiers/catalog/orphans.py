@@ -2,10 +2,8 @@
 
 Owns listing a namespace's objects by shard, which is a folder named by a key's first two digits;
 making rows of such a listing; and which leftovers are removed: damaged objects that were moved
-aside long ago, and probes of sidecars that died. Does not own what is done with the rows: a sidecar
-offers and announces what the catalog lacks, a compaction also withdraws rows without an object.
-Does not own moving aside and probing (`store/object_tier.py`), temporary files of a folder
-(`store/folder.py`), or when any of this is done (`sidecar/catalog/`).
+aside long ago, and probes of sidecars that died. Does not own what is done with the rows, moving
+aside and probing (`store/object_tier.py`), or temporary files of a folder (`store/folder.py`).
 
 Invariants: a shard is listed in pages, each with a deadline of its own, and no more than one shard
 is in memory; whatever is in a shard, listing it ends with what is there or with an error of the

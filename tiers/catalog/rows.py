@@ -8,15 +8,11 @@ after `written_at`. `tenant` is 8 zeros for none. `written_at` is the writer's c
 rows of one segment and gives the age of chunks: a wrong clock costs hits, not right bytes.
 
 Invariants: a file is accepted whole or not at all. Before Arrow parses it, its length is bounded,
-its digest (xxh3_128) is the one in its name, and it has no compressed buffer: Arrow allocates
-whatever a compressed buffer claims, and a megabyte can become gigabytes. After it, the schema is
-equal to the byte, nothing is null and every segment name parses. Times and sizes are at most
-`TIME_LATEST` and `SIZE_LARGEST`, so that sums do not overflow. `encode` writes only what `decode`
-accepts.
-
-`plain_rows` walks the footer as flatbuffers (https://flatbuffers.dev/internals) and Arrow
-(`format/File.fbs`, `format/Message.fbs`) lay it out: tables are reached by offsets and name their
-fields by number. It allocates nothing that the length of the file does not bound.
+its digest (xxh3_128) is the one in its name, and it has no compressed buffer, of which a megabyte
+can become gigabytes. After it, the schema is equal to the byte, nothing is null and every segment
+name parses. Times and sizes are bounded, so that sums do not overflow. `encode` writes only what
+`decode` accepts. `plain_rows` walks the footer as flatbuffers (https://flatbuffers.dev/internals)
+and Arrow (`format/File.fbs`, `format/Message.fbs`) lay it out, and allocates nothing.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """Reading a whole catalog in bounded memory: its merged rows, shard by shard.
 
 Owns loading a catalog as it is now (`load`: the newest manifest, and what its snapshots do not have
-yet), `Shards`, which yields the merged rows of each first byte of a key in order, and `all_rows`,
-which does both. Does not own the rule of merging (`merge.py`), or what the rows are used for
-(`major_compaction.py`, `kvlake du`).
+yet), `merged_shards`, which yields the merged rows of each first byte of a key in order, and
+`all_rows`, which does both. Does not own the rule of merging (`merge.py`).
 
-In memory are the rows of all logs and small snapshots, some `FRESH_ROWS_MAX` (100 MB), and one of
-the large files, which are sorted by key and disjoint. `load` leaves the logs beyond that to the
-next compaction. `all_rows` reads logs with more than `PASS_ROWS_MAX` several times, for a part of
-the keys each time: keys are digests, so parts are of equal size.
+In memory are the rows of logs and small snapshots, and one of the large files, which are sorted by
+key and disjoint. `load` leaves logs beyond `FRESH_ROWS_MAX` rows to the next compaction. `all_rows`
+reads logs with more than `PASS_ROWS_MAX` several times, for a part of the keys each time: keys are
+digests, so parts are of equal size.
 
 Invariants: nothing is written; a file that is broken or lost is left out and makes the catalog
 suspect; no file of a writer's log is taken before those with lower numbers, unless they are lost.
