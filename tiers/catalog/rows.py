@@ -12,7 +12,7 @@ its digest (xxh3_128) is the one in its name, and it has no compressed buffer, o
 can become gigabytes. After it, the schema is equal to the byte, nothing is null and every segment
 name parses. Times and sizes are bounded, so that sums do not overflow. `encode` writes only what
 `decode` accepts. `plain_rows` walks the footer as flatbuffers (https://flatbuffers.dev/internals)
-and Arrow (`format/File.fbs`, `format/Message.fbs`) lay it out, and allocates nothing.
+and Arrow (`format/File.fbs`, `format/Message.fbs`) lay it out. What it allocates is bounded.
 """
 
 from __future__ import annotations
