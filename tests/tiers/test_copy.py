@@ -138,7 +138,7 @@ def test_a_block_that_was_not_exported_is_refused_before_any_byte_moves(bad: int
     assert not payload.any()
 
 
-def test_sizes_and_kinds_that_do_not_fit_are_refused() -> None:
+def test_sizes_that_do_not_fit_are_refused() -> None:
     cache = small()
     plan = CopyPlan(cache.kv)
     block = cache.kv.chunk(1).block_payload_bytes
@@ -148,11 +148,6 @@ def test_sizes_and_kinds_that_do_not_fit_are_refused() -> None:
         (cache.memory[1:], one, payload, "memory has"),
         (cache.memory, one, payload[1:], "payload has"),
         (cache.memory, ids([0, 1]), payload, "payload has"),
-        (cache.memory, one, np.zeros(2 * block, dtype=np.uint8)[::2], "payload is uint8"),
-        (cache.memory, one, payload.view(np.int8), "payload is int8"),
-        (cache.memory, one, payload.reshape(2, -1), "payload is uint8"),
-        (cache.memory, one.astype(np.int32), payload, "block_ids is int32"),
-        (cache.memory, one.reshape(1, 1), payload, "block_ids is int64"),
     ]
     for memory, block_ids, target, said in refused:
         with pytest.raises(LayoutError, match=said):

@@ -200,7 +200,6 @@ VIEW = (0, (8, 4, 16, 32), (4096, 1024, 64, 2))
 @pytest.mark.parametrize(
     ("views", "said"),
     [
-        ([], "one view for each layer"),
         ([(0, (8, 4, 16), (4096, 1024, 64))], "four axes"),
         ([VIEW, (1 << 16, (8, 4, 16, 16), (4096, 1024, 64, 2))], r"views\[1\] has shape"),
         ([VIEW, (1 << 16, (8, 4, 16, 32), (8192, 1024, 64, 2))], r"views\[1\] has shape"),

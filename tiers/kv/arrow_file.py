@@ -1,6 +1,6 @@
 """The Arrow file of one segment: its columns, its descriptor, and the offset of each column.
 
-Owns the file format. One row, in this order::
+One row, in this order::
 
     block_hash   fixed_size_binary(32)     patched   the chunk's key
     parent_hash  fixed_size_binary(32)     patched   key of the chunk before it, or zeros
@@ -14,11 +14,11 @@ The schema's metadata has one entry, `kvlake`: canonical JSON of `Descriptor`. T
 lacks (bfloat16, float8) are stored as unsigned integers of their size; the descriptor names them.
 It does not contain the blocks of a full chunk: engines with other chunk sizes share partial chunks.
 
-Does not own images (`slot_image.py` patches and verifies them).
+Owns the file format; `slot_image.py` patches and verifies images.
 
-Invariants: the result of `write_skeleton` depends on its arguments alone, so every sidecar has the
-same bytes. They are what pyarrow writes: if a release writes them differently, the golden files of
-the tests fail, and `FORMAT` must be raised. Reading a foreign descriptor needs no Arrow parser.
+Invariants: the result of `write_skeleton` depends on its arguments alone. Its bytes are what
+pyarrow writes: if a release writes them differently, the golden files of the tests fail, and
+`FORMAT` must be raised. Reading a foreign descriptor needs no Arrow parser.
 """
 
 from __future__ import annotations
@@ -46,12 +46,7 @@ PAGE_BYTES: Final = 4096
 KEY_BYTES: Final = 32
 CHECKSUM_BYTES: Final = 16
 DESCRIPTOR_BYTES_MAX: Final = 1024
-_METADATA_KEY: Final = b"kvlake"
-_DESCRIPTOR_START: Final = b'{"format":'
 _PAD_BYTES_MIN: Final = 8
-_COLUMNS: Final = (
-    "block_hash", "parent_hash", "kv_xxh3", "token_ids", "row_xxh3", "pad", "kv",
-)  # fmt: skip
 _DIMENSIONS: Final = ["blocks", "layers", "heads", "tokens", "content"]
 _STORAGE: Final[dict[str, Any]] = {
     "float32": pa.float32(),
@@ -81,24 +76,17 @@ class Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 _descriptor_decoder = msgspec.json.Decoder(Descriptor)
 
 
-def descriptor_bytes(header: bytes) -> bytes:
-    """The JSON in a header, found by its first characters: a length (uint32), then the JSON."""
-    start = header.find(_DESCRIPTOR_START)
-    if start < 4:
-        return b""
-    length = int.from_bytes(header[start - 4 : start], "little")
-    return header[start : start + length] if length <= DESCRIPTOR_BYTES_MAX else b""
-
-
 def find_descriptor(header: bytes) -> Descriptor | None:
-    """The descriptor in a header, None without a readable one."""
-    return parse_descriptor(descriptor_bytes(header))
+    """The descriptor in a header, None without a readable one.
 
-
-def parse_descriptor(json: bytes) -> Descriptor | None:
-    """The descriptor in the result of `descriptor_bytes`."""
+    It is found by its first characters. Its length (uint32) is in front of it.
+    """
+    start = header.find(b'{"format":')
+    length = int.from_bytes(header[max(start - 4, 0) : max(start, 0)], "little")
+    if start < 4 or length > DESCRIPTOR_BYTES_MAX:
+        return None
     try:
-        return _descriptor_decoder.decode(json)
+        return _descriptor_decoder.decode(header[start : start + length])
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
 
@@ -149,8 +137,8 @@ def write_skeleton(layout: ChunkLayout, num_blocks: int, namespace_digest: bytes
     natural = first.offsets.get("kv", 0)
     target = -(-natural // PAGE_BYTES) * PAGE_BYTES
     skeleton = _write(layout, num_blocks, namespace_digest, _PAD_BYTES_MIN + target - natural)
-    in_order = sorted(skeleton.offsets, key=skeleton.offsets.__getitem__)
-    if in_order != list(_COLUMNS) or skeleton.offsets["kv"] != target:
+    columns = ["block_hash", "parent_hash", "kv_xxh3", "token_ids", "row_xxh3", "pad", "kv"]
+    if list(skeleton.offsets) != columns or skeleton.offsets["kv"] != target:
         raise LayoutError(
             f"pyarrow {pa.__version__} puts columns at {skeleton.offsets}, with kv expected at "
             f"{target}: this release cannot write the slot format; install another pyarrow"
@@ -187,22 +175,7 @@ def _write(layout: ChunkLayout, num_blocks: int, namespace: bytes, pad_bytes: in
             arrays.append(pa.ExtensionArray.from_storage(tensor, storage))
         else:
             arrays.append(pa.Array.from_buffers(kind, 1, [None, buffers[name]]))
-    schema = pa.schema(
-        [pa.field(name, kind, nullable=False) for name, (kind, _) in types.items()],
-        metadata={_METADATA_KEY: msgspec.json.encode(_describe(layout, num_blocks, namespace))},
-    )
-    recorder = _Recorder(data)
-    options = pa.ipc.IpcWriteOptions(metadata_version=pa.ipc.MetadataVersion.V5)
-    with (
-        pa.PythonFile(recorder, mode="w") as sink,
-        pa.ipc.new_file(sink, schema, options=options) as writer,
-    ):
-        writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
-    return Skeleton(bytes(recorder.before), bytes(recorder.after), recorder.offsets)
-
-
-def _describe(layout: ChunkLayout, num_blocks: int, namespace: bytes) -> Descriptor:
-    return Descriptor(
+    descriptor = Descriptor(
         format=FORMAT,
         namespace=namespace.hex(),
         segment=layout.segment.name,
@@ -213,3 +186,15 @@ def _describe(layout: ChunkLayout, num_blocks: int, namespace: bytes) -> Descrip
         blocks=num_blocks,
         entry_tokens=layout.entry_tokens,
     )
+    schema = pa.schema(
+        [pa.field(name, kind, nullable=False) for name, (kind, _) in types.items()],
+        metadata={b"kvlake": msgspec.json.encode(descriptor)},
+    )
+    recorder = _Recorder(data)
+    options = pa.ipc.IpcWriteOptions(metadata_version=pa.ipc.MetadataVersion.V5)
+    with (
+        pa.PythonFile(recorder, mode="w") as sink,
+        pa.ipc.new_file(sink, schema, options=options) as writer,
+    ):
+        writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
+    return Skeleton(bytes(recorder.before), bytes(recorder.after), recorder.offsets)

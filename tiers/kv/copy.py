@@ -1,19 +1,10 @@
 """The CPU copy engine: a worker's blocks to one payload (gather) and back (scatter).
 
 Owns the plan: how the coordinates of a `KVLayout` fall into the fewest equal runs that are
-contiguous both in the worker's memory and in the payload. Does not own memory, threads, fences or
-checksums, and computes no offset that `layout.py` did not validate.
+contiguous both in the worker's memory and in the payload. Does not own memory, threads or fences.
 
-Two ways to move bytes, chosen once per layout:
-
-* `_PagePlan`: every run lies on one grid of equal pages, as in all of vLLM's layouts. A copy is
-  then a single numpy call over a page table (`take` to gather, `S[index] = D` to scatter), at 95%
-  of the speed of a C loop.
-* `_StridedPlan`: runs at offsets without a usable common divisor (odd scale bytes per head together
-  with odd layer offsets). One strided `copyto` per layer and run of adjacent blocks.
-
-`visit` sees the payload piece by piece, in order, each right after its copy (gather) or right
-before it (scatter of strided runs), so that a hash reads a piece while it is in the core's cache.
+`visit` sees the payload piece by piece, in order, around its copy, so that a hash reads a piece
+while it is in the core's cache.
 
 Invariants: block ids are checked before the first byte moves, so a refused copy changed nothing;
 the GIL is not held while bytes move; nothing is allocated in proportion to the payload except the
@@ -77,20 +68,13 @@ class Region(Protocol):
         ...
 
 
-class _Plan(Protocol):
-    def gather(self, memory: Bytes, block_ids: BlockIds, payload: Bytes, visit: Visit) -> None: ...
-    def scatter(self, memory: Bytes, block_ids: BlockIds, payload: Bytes, visit: Visit) -> None: ...
-
-
 class CopyPlan:
     """Copies blocks of one worker. Immutable: threads may share it."""
 
     def __init__(self, kv: KVLayout) -> None:
         self._kv = kv
         run = Runs(kv)
-        self._plan: _Plan = (
-            _PagePlan(kv, run) if run.page_bytes >= PAGE_BYTES_MIN else _StridedPlan(kv)
-        )
+        self._plan = _PagePlan(kv, run) if run.page_bytes >= PAGE_BYTES_MIN else _StridedPlan(kv)
 
     def gather(
         self, memory: Bytes, block_ids: BlockIds, payload: Bytes, *, visit: Visit = ignore
@@ -114,31 +98,18 @@ class CopyPlan:
             self._plan.scatter(memory, block_ids, payload, visit)
 
     def _check(self, memory: Bytes, block_ids: BlockIds, payload: Bytes) -> None:
-        _check_bytes("memory", memory, self._kv.size_bytes, len(block_ids))
+        if memory.size != self._kv.size_bytes:
+            raise LayoutError(f"memory has {memory.size} bytes: must have {self._kv.size_bytes}")
         check_copy(self._kv, block_ids, payload)
-
-
-def _check_bytes(name: str, array: Bytes, size_bytes: int, num_blocks: int) -> None:
-    if array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous:
-        raise LayoutError(
-            f"{name} is {array.dtype} of shape {array.shape}: must be contiguous bytes, "
-            "a one-dimensional uint8 array"
-        )
-    if array.size != size_bytes:
-        raise LayoutError(
-            f"{name} has {array.size} bytes: {num_blocks} blocks of this layout need "
-            f"exactly {size_bytes}"
-        )
 
 
 def check_copy(kv: KVLayout, block_ids: BlockIds, payload: Bytes) -> None:
     """Raise `LayoutError` unless `block_ids` are blocks of `kv` and `payload` has their size."""
-    num_bytes = len(block_ids) * kv.chunk(1).block_payload_bytes
-    _check_bytes("payload", payload, num_bytes, len(block_ids))
-    if block_ids.dtype != np.int64 or block_ids.ndim != 1:
+    size_bytes = len(block_ids) * kv.chunk(1).block_payload_bytes
+    if payload.size != size_bytes:
         raise LayoutError(
-            f"block_ids is {block_ids.dtype} of shape {block_ids.shape}: must be a "
-            "one-dimensional int64 array"
+            f"payload has {payload.size} bytes: {len(block_ids)} blocks of this layout need "
+            f"exactly {size_bytes}"
         )
     if len(block_ids):
         lowest, highest = int(block_ids.min()), int(block_ids.max())
@@ -184,7 +155,11 @@ class Runs:
 
 
 class _PagePlan:
-    """Memory as a table of equal pages. A block is a constant pattern of page numbers."""
+    """Memory as a table of equal pages, on which every run lies, as in all of vLLM's layouts.
+
+    A block is a constant pattern of page numbers. A copy is a numpy call over a page table (`take`
+    to gather, `S[index] = D` to scatter), at 95% of the speed of a C loop.
+    """
 
     def __init__(self, kv: KVLayout, run: Runs) -> None:
         page = run.page_bytes
@@ -193,37 +168,32 @@ class _PagePlan:
         self._pages = (kv.size_bytes - run.base_bytes) // page
         self._block_pages = run.block_step_bytes // page
         within = np.arange(run.size_bytes // page, dtype=np.int64)
-        pattern = run.starts_bytes[:, np.newaxis] // page + within
-        self._pattern: npt.NDArray[np.int64] = pattern.ravel()
+        self._pattern = (run.starts_bytes[:, np.newaxis] // page + within).ravel()
 
     def gather(self, memory: Bytes, block_ids: BlockIds, payload: Bytes, visit: Visit) -> None:
         source, target = self._tables(memory, payload)
-        pages = self._page_numbers(block_ids)
-        for rows, piece in self._pieces(len(pages), payload, visit):
+        for rows, pages, piece in self._pieces(block_ids, payload):
             # In its default mode take() buffers `out`, to leave it unchanged on a bad index. The
             # ids were checked, so nothing is clipped.
-            np.take(source, pages[rows], axis=0, out=target[rows], mode="clip")
+            np.take(source, pages, axis=0, out=target[rows], mode="clip")
             visit(piece)
 
     def scatter(self, memory: Bytes, block_ids: BlockIds, payload: Bytes, visit: Visit) -> None:
         target, source = self._tables(memory, payload)
-        pages = self._page_numbers(block_ids)
-        for rows, piece in self._pieces(len(pages), payload, visit):
-            target[pages[rows]] = source[rows]
+        for rows, pages, piece in self._pieces(block_ids, payload):
+            target[pages] = source[rows]
             visit(piece)
 
     def _pieces(
-        self, num_pages: int, payload: Bytes, visit: Visit
-    ) -> Iterator[tuple[slice, memoryview]]:
-        """Rows of the payload's table, and the same bytes of the payload."""
+        self, block_ids: BlockIds, payload: Bytes
+    ) -> Iterator[tuple[slice, npt.NDArray[np.int64], memoryview]]:
+        """Rows of the payload's table, their pages, and their bytes in the payload."""
+        pages = (block_ids[:, np.newaxis] * self._block_pages + self._pattern).ravel()
         page = self._page_bytes
-        step = num_pages if visit is ignore else max(1, PIECE_BYTES_MAX // page)
-        for first in range(0, num_pages, step):
-            last = min(first + step, num_pages)
-            yield slice(first, last), payload.data[first * page : last * page]
-
-    def _page_numbers(self, block_ids: BlockIds) -> npt.NDArray[np.int64]:
-        return (block_ids[:, np.newaxis] * self._block_pages + self._pattern).ravel()
+        step = max(1, PIECE_BYTES_MAX // page)
+        for first in range(0, len(pages), step):
+            rows = slice(first, first + step)
+            yield rows, pages[rows], payload.data[first * page : (first + step) * page]
 
     def _tables(self, memory: Bytes, payload: Bytes) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """Memory and payload as `[pages, words]` views. Never a copy."""
@@ -236,25 +206,28 @@ class _PagePlan:
 
 
 class _StridedPlan:
-    """One strided copy per layer and run of adjacent block ids."""
+    """For runs at offsets without a usable common divisor, such as odd scale bytes per head.
+
+    One strided copy for each layer and run of adjacent block ids.
+    """
 
     def __init__(self, kv: KVLayout) -> None:
         self._kv = kv
 
     def gather(self, memory: Bytes, block_ids: BlockIds, payload: Bytes, visit: Visit) -> None:
-        for source, target in self._pairs(memory, block_ids, payload):
-            np.copyto(target, source)
+        for block, part in self._pairs(memory, block_ids, payload):
+            np.copyto(part, block)
         visit(payload.data)
 
     def scatter(self, memory: Bytes, block_ids: BlockIds, payload: Bytes, visit: Visit) -> None:
         visit(payload.data)
-        for target, source in self._pairs(memory, block_ids, payload):
-            np.copyto(target, source)
+        for block, part in self._pairs(memory, block_ids, payload):
+            np.copyto(block, part)
 
     def _pairs(
         self, memory: Bytes, block_ids: BlockIds, payload: Bytes
-    ) -> list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
-        """`[blocks, heads, tokens, words]` views: (in memory, in the payload)."""
+    ) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
+        """`[blocks, heads, tokens, words]` views: in memory, in the payload."""
         kv = self._kv
         strides = (kv.block_stride_bytes, kv.head_stride_bytes, kv.token_stride_bytes)
         word_bytes = math.gcd(
@@ -267,7 +240,6 @@ class _StridedPlan:
         slot = payload.view(word).reshape(len(block_ids), layers, heads, tokens, words)
         breaks = np.flatnonzero(np.diff(block_ids) != 1) + 1
         edges = [0, *breaks.tolist(), len(block_ids)]
-        pairs: list[tuple[npt.NDArray[Any], npt.NDArray[Any]]] = []
         for layer in range(layers):
             # Through `buffer=`, numpy itself refuses a view that leaves the allocation.
             cache = np.ndarray(
@@ -279,5 +251,4 @@ class _StridedPlan:
             )
             for first, last in itertools.pairwise(edges):
                 block = int(block_ids[first])
-                pairs.append((cache[block : block + last - first], slot[first:last, layer]))
-        return pairs
+                yield cache[block : block + last - first], slot[first:last, layer]

@@ -1,24 +1,17 @@
 """Geometry of one worker's KV cache and of a chunk.
 
-Owns all offset arithmetic: no other module multiplies strides. `KVLayout` says where a coordinate
-(layer, block, head, token) lies in the memory that a worker exported; `ChunkLayout` describes a
-chunk of that worker outside the engine; `Segment` names the part of the model that the worker
-holds.
+Owns what a layout means, and its checks. Does not own bytes (`copy.py` moves them). The connector
+imports this module, and a peer's layout is decoded into it: numpy and msgspec only, and every
+number is bounded before it is used.
 
-Does not own bytes: nothing here reads or writes memory (`copy.py` does), and nothing knows Arrow.
-
-Invariants, checked once at construction and relied on everywhere else:
+Invariants, checked at construction:
 
 * A layout is affine: `offset = layer_offset[layer] + block * block_stride + head * head_stride +
   token * token_stride`, and `content_bytes` bytes from there on belong to that coordinate alone.
   Recurrent layers keep one state for all tokens of a block: one entry on the token axis, which then
   stands for `entry_tokens` of them.
 * Every such byte range lies inside the exported allocation.
-* A payload is always in C order `[blocks, layers, heads, tokens, content]`, whatever the engine's
-  own order is, so two engines with different layouts read each other's chunks.
-
-The connector imports this module, and a peer's layout is decoded into it: numpy and msgspec only,
-and every number is bounded before it is used.
+* A payload is in C order `[blocks, layers, heads, tokens, content]`, whatever the engine's order.
 """
 
 from __future__ import annotations
@@ -69,36 +62,12 @@ ROW_ENCODING: Final = "vllm-offloading"
 
 _NUMBER = "(0|[1-9][0-9]{0,8})"
 _SEGMENT_NAME = re.compile(rf"{_NUMBER}-{_NUMBER}\.{_NUMBER}-{_NUMBER}")
-_ENCODING = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+:-]*")
+_ENCODING = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._+:-]{{0,{ENCODING_CHARACTERS_MAX - 1}}}")
 
 
 def _require_range(field: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
         raise LayoutError(f"{field}={value}: must be between {low} and {high}")
-
-
-def _require_kind(dtype: str, encoding: str, content_bytes: int) -> None:
-    if dtype not in ITEM_BYTES:
-        raise LayoutError(f"dtype={dtype!r}: must be one of {', '.join(ITEM_BYTES)}")
-    if len(encoding) > ENCODING_CHARACTERS_MAX or not _ENCODING.fullmatch(encoding):
-        raise LayoutError(
-            f"encoding={encoding[:ENCODING_CHARACTERS_MAX]!r}: must be 1 to "
-            f"{ENCODING_CHARACTERS_MAX} letters, digits or ._+:- and start with a letter or digit"
-        )
-    _require_range("content_bytes", content_bytes, 1, CONTENT_BYTES_MAX)
-    if content_bytes % ITEM_BYTES[dtype]:
-        raise LayoutError(
-            f"content_bytes={content_bytes}: must be a multiple of the {ITEM_BYTES[dtype]} bytes "
-            f"of one {dtype}"
-        )
-
-
-def _require_entries(block_tokens: int, entry_tokens: int) -> None:
-    _require_range("entry_tokens", entry_tokens, 1, block_tokens)
-    if block_tokens % entry_tokens:
-        raise LayoutError(
-            f"entry_tokens={entry_tokens}: does not divide block_tokens={block_tokens}"
-        )
 
 
 class Segment(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
@@ -154,20 +123,30 @@ class ChunkLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         _require_range("blocks_per_chunk", self.blocks_per_chunk, 1, BLOCKS_PER_CHUNK_MAX)
         _require_range("block_tokens", self.block_tokens, 1, BLOCK_TOKENS_MAX)
-        _require_entries(self.block_tokens, self.entry_tokens)
-        _require_kind(self.dtype, self.encoding, self.content_bytes)
-        _require_range(
-            "blocks_per_chunk * block_tokens",
-            self.blocks_per_chunk * self.block_tokens,
-            1,
-            CHUNK_TOKENS_MAX,
-        )
-        _require_range(
-            "layers * heads * block_entries",
-            self.block_payload_bytes // self.content_bytes,
-            1,
-            BLOCK_ENTRIES_MAX,
-        )
+        _require_range("entry_tokens", self.entry_tokens, 1, self.block_tokens)
+        if self.block_tokens % self.entry_tokens:
+            raise LayoutError(
+                f"entry_tokens={self.entry_tokens}: does not divide block_tokens="
+                f"{self.block_tokens}"
+            )
+        if self.dtype not in ITEM_BYTES:
+            raise LayoutError(f"dtype={self.dtype!r}: must be one of {', '.join(ITEM_BYTES)}")
+        if not _ENCODING.fullmatch(self.encoding[: ENCODING_CHARACTERS_MAX + 1]):
+            raise LayoutError(
+                f"encoding={self.encoding[:ENCODING_CHARACTERS_MAX]!r}: must be 1 to "
+                f"{ENCODING_CHARACTERS_MAX} letters, digits or ._+:- and start with a letter or "
+                "digit"
+            )
+        _require_range("content_bytes", self.content_bytes, 1, CONTENT_BYTES_MAX)
+        if self.content_bytes % self.itemsize:
+            raise LayoutError(
+                f"content_bytes={self.content_bytes}: must be a multiple of the {self.itemsize} "
+                f"bytes of one {self.dtype}"
+            )
+        chunk_tokens = self.blocks_per_chunk * self.block_tokens
+        _require_range("blocks_per_chunk * block_tokens", chunk_tokens, 1, CHUNK_TOKENS_MAX)
+        entries = self.block_payload_bytes // self.content_bytes
+        _require_range("layers * heads * block_entries", entries, 1, BLOCK_ENTRIES_MAX)
         payload_bytes = self.blocks_per_chunk * self.block_payload_bytes
         if payload_bytes > PAYLOAD_BYTES_MAX:
             raise LayoutError(
@@ -209,13 +188,9 @@ class ChunkLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def shape(self, num_blocks: int) -> tuple[int, int, int, int, int]:
         """`(blocks, layers, heads, tokens, content elements)` of a chunk of `num_blocks`."""
         _require_range("num_blocks", num_blocks, 1, self.blocks_per_chunk)
-        return (
-            num_blocks,
-            self.segment.num_layers,
-            self.segment.num_heads,
-            self.block_entries,
-            self.content_bytes // self.itemsize,
-        )
+        content = self.content_bytes // self.itemsize
+        segment = self.segment
+        return num_blocks, segment.num_layers, segment.num_heads, self.block_entries, content
 
 
 class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -241,16 +216,18 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
     def __post_init__(self) -> None:
         _require_range("num_blocks", self.num_blocks, 1, NUM_BLOCKS_MAX)
-        _require_range("block_tokens", self.block_tokens, 1, BLOCK_TOKENS_MAX)
-        _require_entries(self.block_tokens, self.entry_tokens)
         _require_range("size_bytes", self.size_bytes, 1, SIZE_BYTES_MAX)
-        _require_kind(self.dtype, self.encoding, self.content_bytes)
+        self.chunk(1)  # Checks the fields that both have.
         if len(self.layer_offsets_bytes) != self.segment.num_layers:
             raise LayoutError(
                 f"layer_offsets_bytes has {len(self.layer_offsets_bytes)} entries: must have one "
                 f"for each of the segment's {self.segment.num_layers} layers"
             )
-        axes = self._axes()
+        axes = [
+            ("block", self.block_stride_bytes, self.num_blocks),
+            ("head", self.head_stride_bytes, self.segment.num_heads),
+            ("token", self.token_stride_bytes, self.block_entries),
+        ]
         for name, stride, _ in axes:
             _require_range(f"{name}_stride_bytes", stride, 0, SIZE_BYTES_MAX)
         nested = self._nest(axes)
@@ -268,14 +245,6 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     def block_entries(self) -> int:
         """Entries of one (block, layer, head)."""
         return self.block_tokens // self.entry_tokens
-
-    def _axes(self) -> list[tuple[str, int, int]]:
-        """Name, stride and count of the three axes inside a layer."""
-        return [
-            ("block", self.block_stride_bytes, self.num_blocks),
-            ("head", self.head_stride_bytes, self.segment.num_heads),
-            ("token", self.token_stride_bytes, self.block_entries),
-        ]
 
     def _nest(self, axes: list[tuple[str, int, int]]) -> list[tuple[int, int]]:
         """(stride, count) of the used axes, outermost first. Raises if two axes overlap.
@@ -321,7 +290,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     def from_views(
         cls,
         segment: Segment,
-        views: Sequence[tuple[int, Sequence[int], Sequence[int]]],
+        views: Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]],
         *,
         itemsize: int,
         dtype: str,
@@ -334,25 +303,22 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         Shapes are `(blocks, heads, tokens, content elements)`, as in vLLM's
         `create_kv_cache_views`. Raises `LayoutError` unless all shapes and strides are equal.
         """
-        if not views:
-            raise LayoutError("views=[]: a layout needs one view for each layer")
         if ITEM_BYTES.get(dtype) != itemsize:
             raise LayoutError(
                 f"itemsize={itemsize}: dtype {dtype!r} has {ITEM_BYTES.get(dtype, 'no known')} "
                 "bytes per element"
             )
-        shape, strides = tuple(views[0][1]), tuple(views[0][2])
+        shape, strides = views[0][1], views[0][2]
         if len(shape) != 4 or len(strides) != 4:
             raise LayoutError(
                 f"views[0] has shape {shape} and strides {strides}: both must have the four axes "
                 "blocks, heads, tokens, content"
             )
         for layer, (_, other_shape, other_strides) in enumerate(views):
-            if (tuple(other_shape), tuple(other_strides)) != (shape, strides):
+            if (other_shape, other_strides) != (shape, strides):
                 raise LayoutError(
-                    f"views[{layer}] has shape {tuple(other_shape)} and strides "
-                    f"{tuple(other_strides)}: all layers of a group must have those of layer 0, "
-                    f"{shape} and {strides}"
+                    f"views[{layer}] has shape {other_shape} and strides {other_strides}: all "
+                    f"layers of a group must have those of layer 0, {shape} and {strides}"
                 )
         if shape[3] > 1 and strides[3] != itemsize:
             raise LayoutError(
@@ -381,13 +347,13 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     def chunk(self, blocks_per_chunk: int) -> ChunkLayout:
         """Geometry of this worker's part of a chunk of `blocks_per_chunk` blocks."""
         return ChunkLayout(
-            segment=self.segment,
-            blocks_per_chunk=blocks_per_chunk,
-            block_tokens=self.block_tokens,
-            content_bytes=self.content_bytes,
-            dtype=self.dtype,
-            encoding=self.encoding,
-            entry_tokens=self.entry_tokens,
+            self.segment,
+            blocks_per_chunk,
+            self.block_tokens,
+            self.content_bytes,
+            self.dtype,
+            self.encoding,
+            self.entry_tokens,
         )
 
     def offset(self, layer: int, block: int, head: int, token: int) -> int:

@@ -1,8 +1,8 @@
 """The order of the tokens within the bytes of one (block, head), for encodings with a known order.
 
 Owns the table from an encoding's name to its planes, so that blocks of one size can be converted
-to blocks of another. Does not own copying (`reshard.py`), nor the choice of an encoding's name (the
-connector's `namespace.py`).
+to blocks of another. Does not own copying (`reshard.py`), nor encodings' names (the connector's
+`namespace.py`).
 
 A (block, head) is a sequence of planes (K and V). A plane is an array in C order
 `[rows, groups, unit bytes]`. A group is the smallest number of tokens that are stored together:
@@ -24,12 +24,13 @@ BY_TOKEN: Final = "+token"  # noqa: S105 (a token of text)
 
 _AMX_TOKENS: Final = 16
 _AMX_DIMENSIONS: Final = 16
-_PAIR: Final = 2
 
-_VECTOR_ENCODINGS: Final = ("cpu-x86-vec", "cpu-x86-vec16")
 _VECTOR_DTYPES: Final = ("float32", "float16", "bfloat16")
-_TILE_ENCODING: Final = "cpu-x86-amx"
-_TILE_DTYPES: Final = ("bfloat16",)
+_DTYPES: Final[dict[str, tuple[str, ...]]] = {
+    "cpu-x86-vec": _VECTOR_DTYPES,
+    "cpu-x86-vec16": _VECTOR_DTYPES,
+    "cpu-x86-amx": ("bfloat16",),
+}
 
 
 class Plane(NamedTuple):
@@ -47,11 +48,7 @@ class Plane(NamedTuple):
 
 def regroups(encoding: str, dtype: str) -> bool:
     """Whether blocks of this encoding can be converted to another block size."""
-    return (
-        encoding.endswith(BY_TOKEN)
-        or (encoding in _VECTOR_ENCODINGS and dtype in _VECTOR_DTYPES)
-        or (encoding == _TILE_ENCODING and dtype in _TILE_DTYPES)
-    )
+    return encoding.endswith(BY_TOKEN) or dtype in _DTYPES.get(encoding, ())
 
 
 def planes_of(encoding: str, dtype: str, content_bytes: int) -> tuple[Plane, ...] | None:
@@ -65,15 +62,15 @@ def planes_of(encoding: str, dtype: str, content_bytes: int) -> tuple[Plane, ...
         return (Plane(1, 1, content_bytes),)
     item_bytes = ITEM_BYTES[dtype]
     half_bytes = content_bytes // 2
-    if encoding in _VECTOR_ENCODINGS:
-        # K as [dimensions, tokens], V as [tokens, dimensions].
-        found = (Plane(half_bytes // item_bytes, 1, item_bytes), Plane(1, 1, half_bytes))
-    else:
+    if encoding == "cpu-x86-amx":
         # K as tiles of 16 tokens, V as rows of 16 dimensions with two tokens side by side.
         rows = half_bytes // item_bytes // _AMX_DIMENSIONS
         found = (
             Plane(1, _AMX_TOKENS, _AMX_TOKENS * half_bytes),
-            Plane(rows, _PAIR, _PAIR * _AMX_DIMENSIONS * item_bytes),
+            Plane(rows, 2, 2 * _AMX_DIMENSIONS * item_bytes),
         )
+    else:
+        # K as [dimensions, tokens], V as [tokens, dimensions].
+        found = (Plane(half_bytes // item_bytes, 1, item_bytes), Plane(1, 1, half_bytes))
     whole = sum(plane.token_bytes for plane in found) == content_bytes
     return found if whole else None

@@ -1,12 +1,9 @@
 """Resharding: one worker's segment of a chunk out of segments with other layers and heads.
 
-Owns the choice of segments that cover a target, and the copy of their overlap. Engines split a
-model over tensor and pipeline parallel ranks in different ways and use blocks of different sizes.
-They store the same chunks, and each can read the others'.
-
-Does not own reading, verifying or sealing: a source is verified as a whole against its own
-checksum before anything is copied out of it, and the result gets its own checksum. For the same
-reason nothing here reads ranges: a part of an object cannot be verified.
+Owns the choice of segments that cover a target, and the copy of their overlap: engines split a
+model over ranks in different ways, use blocks of different sizes, and read each other's chunks.
+Does not own reading, verifying or sealing. A source is verified as a whole before anything is
+copied out of it (so nothing here reads ranges), and the result gets its own checksum.
 
 Invariants: a byte of the target is copied from the same (layer, head, token) of a source or not at
 all; `cover` returns sources that leave no hole.
@@ -20,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from tiers.errors import LayoutError
+from tiers.kv.layout import Segment
 from tiers.kv.packing import planes_of
 
 if TYPE_CHECKING:
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from tiers.kv.layout import ChunkLayout, Segment
+    from tiers.kv.layout import ChunkLayout
     from tiers.kv.packing import Plane
 
     Bytes = npt.NDArray[np.uint8]
@@ -43,23 +41,20 @@ def cover(target: Segment, available: Collection[Segment]) -> tuple[Segment, ...
     optimal for the grids of parallel engines, whose segments never overlap, and else at worst
     somewhat more than the fewest.
     """
-    whole = [segment for segment in available if overlap(target, segment) == _box(target)]
+    whole = [segment for segment in available if overlap(target, segment) == target]
     if whole:
         return (min(whole, key=lambda one: (one.num_layers * one.num_heads, one)),)
     missing = np.ones((target.num_layers, target.num_heads), dtype=np.bool_)
-    candidates = sorted(one for one in available if overlap(target, one) is not None)
+    parts = {one: overlap(target, one) for one in sorted(available)}
+    held = {one: _slices(part, target) for one, part in parts.items() if part is not None}
     chosen: list[Segment] = []
-    while missing.any() and len(chosen) < SOURCES_MAX:
-        best, added = None, 0
-        for segment in candidates:
-            count = int(np.count_nonzero(missing[_within(target, segment)]))
-            if count > added:
-                best, added = segment, count
-        if best is None:
+    while missing.any():
+        best = max(held, key=lambda one: int(np.count_nonzero(missing[held[one]])), default=None)
+        if best is None or not missing[held[best]].any() or len(chosen) == SOURCES_MAX:
             return None
-        missing[_within(target, best)] = False
+        missing[held[best]] = False
         chosen.append(best)
-    return None if missing.any() else tuple(sorted(chosen))
+    return tuple(sorted(chosen))
 
 
 def refusal(source: ChunkLayout, target: ChunkLayout) -> str | None:
@@ -92,8 +87,8 @@ def copy_overlap(
     """Copy the overlap of two segments from a source's payload to a target's; returns the bytes.
 
     Payloads are in C order `[blocks, layers, heads, tokens, content]` and have `num_tokens` tokens
-    each, a whole number of blocks of either geometry; the blocks may differ in size. Raises
-    `LayoutError` if they do not match. Releases the GIL while bytes move.
+    each, a whole number of blocks of either size. Raises `LayoutError` if they do not match.
+    Releases the GIL while bytes move.
     """
     reason = refusal(source, target)
     if reason is not None:
@@ -109,11 +104,11 @@ def copy_overlap(
                 f"{name} has {array.size} bytes: {num_tokens} tokens of segment "
                 f"{layout.segment.name} have {size_bytes}"
             )
-    box = overlap(target.segment, source.segment)
-    if box is None:
+    part = overlap(target.segment, source.segment)
+    if part is None:
         return 0
-    taken = _blocks(source, payload)[:, *_slices(box, source.segment)]
-    given = _blocks(target, into)[:, *_slices(box, target.segment)]
+    taken = _blocks(source, payload)[:, *_slices(part, source.segment)]
+    given = _blocks(target, into)[:, *_slices(part, target.segment)]
     if source.block_tokens == target.block_tokens:
         np.copyto(given, taken)
         return given.size
@@ -130,39 +125,20 @@ def copy_overlap(
     return given.size
 
 
-Box = tuple[int, int, int, int]
-
-
-def _box(segment: Segment) -> Box:
-    return (
-        segment.first_layer,
-        segment.first_layer + segment.num_layers,
-        segment.first_head,
-        segment.first_head + segment.num_heads,
-    )
-
-
-def overlap(one: Segment, other: Segment) -> Box | None:
-    """Half-open layer and head ranges of the overlap; None without one."""
-    a, b = _box(one), _box(other)
-    first_layer, last_layer = max(a[0], b[0]), min(a[1], b[1])
-    first_head, last_head = max(a[2], b[2]), min(a[3], b[3])
-    if first_layer >= last_layer or first_head >= last_head:
+def overlap(one: Segment, other: Segment) -> Segment | None:
+    """The layers and heads that both hold; None without any."""
+    first_layer = max(one.first_layer, other.first_layer)
+    first_head = max(one.first_head, other.first_head)
+    layers = min(one.first_layer + one.num_layers, other.first_layer + other.num_layers)
+    heads = min(one.first_head + one.num_heads, other.first_head + other.num_heads)
+    if layers <= first_layer or heads <= first_head:
         return None
-    return first_layer, last_layer, first_head, last_head
+    return Segment(first_layer, layers - first_layer, first_head, heads - first_head)
 
 
-def _slices(box: Box, within: Segment) -> tuple[slice, slice]:
-    return (
-        slice(box[0] - within.first_layer, box[1] - within.first_layer),
-        slice(box[2] - within.first_head, box[3] - within.first_head),
-    )
-
-
-def _within(target: Segment, source: Segment) -> tuple[slice, slice]:
-    box = overlap(target, source)
-    assert box is not None, "candidates overlap the target"
-    return _slices(box, target)
+def _slices(part: Segment, within: Segment) -> tuple[slice, slice]:
+    layer, head = part.first_layer - within.first_layer, part.first_head - within.first_head
+    return slice(layer, layer + part.num_layers), slice(head, head + part.num_heads)
 
 
 def _blocks(layout: ChunkLayout, payload: Bytes) -> Bytes:
@@ -192,21 +168,10 @@ def _plane(view: Bytes, plane: Plane, start: int, block_tokens: int) -> Bytes:
 def _regroup(taken: Bytes, given: Bytes) -> None:
     """Copy between planes of the same tokens in blocks of two sizes.
 
-    Both are split into runs of groups whose length is the greatest common divisor. If one block
-    size divides the other, a single strided copy is enough.
+    Both are split into runs of groups whose length is the greatest common divisor.
     """
     run = math.gcd(taken.shape[4], given.shape[4])
     source, target = _runs(taken, run), _runs(given, run)
-    if run == taken.shape[4]:
-        blocks, runs = target.shape[0], target.shape[4]
-        split = source.reshape(blocks, runs, *source.shape[1:4], source.shape[5])
-        np.copyto(target, split.transpose(0, 2, 3, 4, 1, 5))
-        return
-    if run == given.shape[4]:
-        blocks, runs = source.shape[0], source.shape[4]
-        split = target.reshape(blocks, runs, *target.shape[1:4], target.shape[5])
-        np.copyto(split, source.transpose(0, 4, 1, 2, 3, 5))
-        return
     for number in range(source.shape[0] * source.shape[4]):
         from_block, from_run = divmod(number, source.shape[4])
         to_block, to_run = divmod(number, target.shape[4])

@@ -1,12 +1,10 @@
 """The slot image: one segment as one Arrow IPC file, made by patching a template.
 
-Owns the contents of a host slot: how an image is made, and which bytes must be equal for it to be
-accepted. Does not own the columns and their order (`arrow_file.py`), slots (`pool/host_pool.py`),
-geometry (`layout.py`) or transport.
+Owns how an image is made, and which bytes must be equal for it to be accepted. Does not own the
+columns and their order (`arrow_file.py`), slots (`pool/host_pool.py`) or geometry (`layout.py`).
 
 An image is header, payload, footer. Header and footer are constant for a geometry and written once
-by pyarrow; an image is made by copying them and patching the row's fields in place (block_hash,
-parent_hash, kv_xxh3, token_ids, row_xxh3), so nothing is ever serialized.
+by pyarrow; an image is made by copying them and patching the row's fields in place.
 
 Invariants:
 
@@ -19,6 +17,7 @@ Invariants:
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -104,11 +103,15 @@ class SlotTemplate:
         self._footer = skeleton.footer
         self._footer_offset = self.payload_offset + self.payload_bytes
         self.image_bytes = self._footer_offset + len(self._footer)
-        self._key = _field(offsets["block_hash"], KEY_BYTES)
-        self._parent = _field(offsets["parent_hash"], KEY_BYTES)
-        self.checksum = _field(offsets["kv_xxh3"], CHECKSUM_BYTES)
-        self._token_ids = _field(offsets["token_ids"], self.token_bytes)
-        self.row_checksum = _field(offsets["row_xxh3"], CHECKSUM_BYTES)
+
+        def field(name: str, size_bytes: int) -> slice:
+            return slice(offsets[name], offsets[name] + size_bytes)
+
+        self._key = field("block_hash", KEY_BYTES)
+        self._parent = field("parent_hash", KEY_BYTES)
+        self.checksum = field("kv_xxh3", CHECKSUM_BYTES)
+        self._token_ids = field("token_ids", self.token_bytes)
+        self.row_checksum = field("row_xxh3", CHECKSUM_BYTES)
         # The columns are adjacent: one hash covers key, parent, checksum and tokens.
         self.row = slice(self._key.start, self._token_ids.stop)
         # The padding after an odd number of token ids is constant.
@@ -146,27 +149,23 @@ class SlotTemplate:
         is the digest of a `payload_hasher` that saw the payload during its copy; without it the
         payload is hashed now. Raises `LayoutError` for a field of another size.
         """
-        for name, value, size_bytes in (
-            ("key", key, KEY_BYTES),
-            ("parent", parent, KEY_BYTES),
-            ("token_ids", token_ids, self.token_bytes),
-        ):
-            if len(value) != size_bytes:
-                raise LayoutError(
-                    f"{name} has {len(value)} bytes: an image of {self.num_blocks} blocks of "
-                    f"{self.layout.block_tokens} tokens needs exactly {size_bytes}"
-                )
         if checksum is None:
             checksum = _digest(self.payload(slot))
-        for place, value in (
-            (self._key, key),
-            (self._parent, parent),
-            (self.checksum, checksum),
-            (self._token_ids, token_ids),
-        ):
+        row = (
+            ("key", self._key, key),
+            ("parent", self._parent, parent),
+            ("checksum", self.checksum, checksum),
+            ("token_ids", self._token_ids, token_ids),
+        )
+        for name, place, value in row:
+            if len(value) != place.stop - place.start:
+                raise LayoutError(
+                    f"{name} has {len(value)} bytes: an image of {self.num_blocks} blocks of "
+                    f"{self.layout.block_tokens} tokens needs exactly {place.stop - place.start}"
+                )
+        for _, place, value in row:
             slot[place] = np.frombuffer(value, dtype=np.uint8)
-        row_checksum = _digest(slot[self.row])
-        slot[self.row_checksum] = np.frombuffer(row_checksum, dtype=np.uint8)
+        slot[self.row_checksum] = np.frombuffer(_digest(slot[self.row]), dtype=np.uint8)
         return checksum
 
     def verify(
@@ -189,7 +188,13 @@ class SlotTemplate:
                 f"image has {view.size} bytes: {self.num_blocks} blocks of this layout make "
                 f"exactly {self.image_bytes}; read it again or quarantine it"
             )
-        self._check_constant_bytes(view)
+        header = view[: self.payload_offset].tobytes()
+        if any(header[place] != self._header[place] for place in self._constant):
+            raise self._header_error(header)
+        if view[self._footer_offset :].tobytes() != self._footer:
+            raise ImageHeaderMismatch(
+                "the Arrow footer differs from this layout's template; quarantine the image"
+            )
         if _digest(view[self.row]) != view[self.row_checksum].tobytes():
             raise ImageHeaderMismatch(
                 "row_xxh3 differs from the hash of block_hash, parent_hash, kv_xxh3 and "
@@ -215,17 +220,16 @@ class SlotTemplate:
 
     def token_ids(self, slot: Bytes) -> list[int]:
         """The token ids in a sealed slot, unverified."""
-        tokens: list[int] = slot[self._token_ids].view("<i4").tolist()
-        return tokens
+        return slot[self._token_ids].view("<i4").tolist()
 
-    def verify_payload(self, slot: Bytes) -> bool:
-        """True if the payload has the checksum in the row; raises `ImageChecksumMismatch` if not.
+    def verify_payload(self, slot: Bytes) -> None:
+        """Raise `ImageChecksumMismatch` unless the payload has the checksum in the row.
 
         Enough for a slot that this process sealed or verified before.
         """
-        return self.check(slot, _digest(self.payload(slot)))
+        self.check(slot, _digest(self.payload(slot)))
 
-    def check(self, slot: Bytes, found: bytes) -> bool:
+    def check(self, slot: Bytes, found: bytes) -> None:
         """`verify_payload` with the digest of a `payload_hasher`."""
         expected = slot[self.checksum].tobytes()
         if found != expected:
@@ -233,7 +237,6 @@ class SlotTemplate:
                 f"payload hashes to {found.hex()}, kv_xxh3 says {expected.hex()}: the bytes are "
                 "not those that left the engine; quarantine the image"
             )
-        return True
 
     def examine(
         self, memory: Bytes, offsets: npt.NDArray[np.int64]
@@ -264,15 +267,6 @@ class SlotTemplate:
                 f"{self.image_bytes}"
             )
 
-    def _check_constant_bytes(self, view: Bytes) -> None:
-        header = view[: self.payload_offset].tobytes()
-        if any(header[place] != self._header[place] for place in self._constant):
-            raise self._header_error(header)
-        if view[self._footer_offset :].tobytes() != self._footer:
-            raise ImageHeaderMismatch(
-                "the Arrow footer differs from this layout's template; quarantine the image"
-            )
-
     def _header_error(self, header: bytes) -> ChunkCorrupt:
         descriptor = find_descriptor(header)
         if descriptor is not None and descriptor.namespace != self.namespace_digest.hex():
@@ -297,8 +291,8 @@ class SlotTemplates:
             )
         self.layout = layout
         self.namespace_digest = namespace_digest
-        # Two threads may create the same template at once; both are equal.
         self._by_blocks: dict[int, SlotTemplate] = {}
+        """Two threads may create the same template at once; both are equal."""
         largest = self[layout.blocks_per_chunk].image_bytes
         self.slot_bytes = -(-largest // PAGE_BYTES) * PAGE_BYTES
 
@@ -312,14 +306,9 @@ class SlotTemplates:
 
     def for_image_bytes(self, image_bytes: int) -> SlotTemplate:
         """The template whose image has that length. Raises `ImageTruncated` without one."""
-        low, high = 1, self.layout.blocks_per_chunk
-        while low < high:
-            middle = (low + high) // 2
-            if self[middle].image_bytes < image_bytes:
-                low = middle + 1
-            else:
-                high = middle
-        template = self[low]
+        counts = range(1, self.layout.blocks_per_chunk)
+        place = bisect.bisect_left(counts, image_bytes, key=lambda blocks: self[blocks].image_bytes)
+        template = self[1 + place]
         if template.image_bytes != image_bytes:
             raise ImageTruncated(
                 f"image has {image_bytes} bytes: no number of blocks from 1 to "
@@ -337,10 +326,8 @@ def inspect_image(buffer: Bytes | memoryview | bytes) -> SegmentReport:
     view: Bytes = np.frombuffer(buffer, dtype=np.uint8)
     descriptor = find_descriptor(view[:PAGE_BYTES].tobytes())
     if descriptor is None:
-        unknown = ImageHeaderMismatch(
-            "no kvlake descriptor in the first page: not a segment image, or damaged"
-        )
-        return SegmentReport(view.size, None, None, unknown)
+        error = "no kvlake descriptor in the first page: not a segment image, or damaged"
+        return SegmentReport(view.size, None, None, ImageHeaderMismatch(error))
     try:
         meta = claimed_template(descriptor, view.size).verify(view)
     except ChunkCorrupt as error:
@@ -377,10 +364,6 @@ def claimed_template(descriptor: Descriptor, image_bytes: int) -> SlotTemplate:
         return SlotTemplate(layout, descriptor.blocks, bytes.fromhex(descriptor.namespace))
     except ValueError as error:
         raise ImageHeaderMismatch(f"the descriptor claims an impossible layout: {error}") from error
-
-
-def _field(offset: int, size_bytes: int) -> slice:
-    return slice(offset, offset + size_bytes)
 
 
 def payload_hasher() -> xxhash.xxh3_128:

@@ -1,9 +1,8 @@
 """After a restart: the images in the slots that an earlier process sealed.
 
 Owns the check of slots as foreign bytes: header and footer must equal, byte for byte, what the
-slot's own descriptor makes of them, and the row must match its hash. Payloads are not checked here,
-which would read all of the memory: each is verified before its first use. Does not own slots
-(`host_pool.py`), nor their chunks.
+slot's own descriptor makes of them, and the row must match its hash. Payloads are verified before
+their first use: here that would read all of the memory.
 
 Invariants: no claim of a slot costs more than the slot is large; the number of templates is
 bounded, whatever the slots claim, and the claims of many slots go first.
@@ -17,13 +16,14 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from tiers.errors import ChunkCorrupt
-from tiers.kv.arrow_file import PAGE_BYTES, descriptor_bytes, parse_descriptor
-from tiers.kv.slot_image import SlotTemplate, claimed_template
+from tiers.kv.arrow_file import PAGE_BYTES, Descriptor, find_descriptor
+from tiers.kv.slot_image import claimed_template
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from tiers.kv.layout import ChunkLayout
+    from tiers.kv.slot_image import SlotTemplate
     from tiers.pool.table import SealedSlots
 
     Bytes = npt.NDArray[np.uint8]
@@ -59,34 +59,28 @@ class Rescan:
 
 def rescan(memory: Bytes, slots: SealedSlots) -> Rescan:
     """Check every sealed slot of a pool that was taken over."""
-    claims: dict[tuple[bytes, int], list[int]] = {}
+    claims: dict[tuple[Descriptor | None, int], list[int]] = {}
     offsets: list[int] = slots.offsets.tolist()
     sizes: list[int] = slots.slot_bytes.tolist()
     for row, (offset, slot_bytes) in enumerate(zip(offsets, sizes, strict=True)):
-        claimed = descriptor_bytes(memory[offset : offset + PAGE_BYTES].tobytes())
+        claimed = find_descriptor(memory[offset : offset + PAGE_BYTES].tobytes())
         claims.setdefault((claimed, slot_bytes), []).append(row)
     images: list[FoundImage] = []
     in_order = sorted(claims.items(), key=lambda claim: -len(claim[1]))
     for (claimed, slot_bytes), rows in in_order[:TEMPLATES_MAX]:
-        template = _template(claimed, slot_bytes)
-        if template is not None:
+        if claimed is None:
+            continue
+        try:
+            template = claimed_template(claimed, slot_bytes)
+        except ChunkCorrupt:
+            continue
+        if template.image_bytes <= slot_bytes:
             for first in range(0, len(rows), _SLOTS_PER_BATCH):
                 batch = rows[first : first + _SLOTS_PER_BATCH]
                 images += _images(memory, slots, template, np.array(batch))
     images.sort(key=lambda image: image.used)
     good = {image.offset for image in images}
     return Rescan(images, [offset for offset in offsets if offset not in good])
-
-
-def _template(claimed: bytes, slot_bytes: int) -> SlotTemplate | None:
-    descriptor = parse_descriptor(claimed)
-    if descriptor is None:
-        return None
-    try:
-        template = claimed_template(descriptor, slot_bytes)
-    except ChunkCorrupt:
-        return None
-    return template if template.image_bytes <= slot_bytes else None
 
 
 def _images(
