@@ -156,8 +156,8 @@ def test_which_way_is_faster_is_measured_before_the_first_copy(double: Double) -
             assert all(rate > 0 for pair in one.values() for rate in pair)
         reader.run("device.calibration.rates['to_host'] = {8192: (1.0, 2.0), 32768: (2.0, 1.0)}")
         assert reader.run(
-            "pays = device.calibration.pays('to_host')\n"
-            "result = [pays(size) for size in (4096, 8192, 16384, 32768, 1 << 20)]"
+            "pays = device.calibration.pays\n"
+            "result = [pays('to_host', size) for size in (4096, 8192, 16384, 32768, 1 << 20)]"
         ) == [True, True, True, False, False]
         _round_trip(owner, reader, layout)
         reader.run("leave()")

@@ -1,9 +1,8 @@
 """Calibration of a device's copies: tested and timed once, before the first worker is served.
 
-Owns the test of batches and of 2D copies with a pattern in both directions, and the timing of both
-for runs at a constant distance, as in a KV cache whose outermost axis is the layer. Which of the
-two is faster differs between devices, drivers and directions, so it is measured on the device in
-use. Does not own the copy streams that it configures.
+Owns the test of batches and of 2D copies in both directions, and the timing of both for runs at a
+constant distance, as in a KV cache whose outermost axis is the layer. Which of the two is faster
+differs between devices, drivers and directions, so it is measured on the device in use.
 
 Invariants: a way to copy that failed its test is not used, and the reason is reported; a device
 that is lost meanwhile, or does not finish, is a `CudaFailed`, and memory that it may still write to
@@ -64,102 +63,81 @@ class CalibrationResult:
     )
     """By direction and bytes of a run: GB/s in batches and as 2D copies. Empty if not timed."""
 
-    def pays(self, direction: str) -> Callable[[int], bool]:
-        """A function of the bytes of a run: whether 2D copies are faster."""
+    def pays(self, direction: str, width_bytes: int) -> bool:
+        """Whether 2D copies of runs of `width_bytes` are faster."""
         rates = self.rates[direction]
-
-        def answer(width_bytes: int) -> bool:
-            if not rates:
-                return False
-            nearest = max((one for one in rates if one <= width_bytes), default=min(rates))
-            batch, plane = rates[nearest]
-            return plane > batch * FASTER_BY
-
-        return answer
+        if not rates:
+            return False
+        nearest = max((one for one in rates if one <= width_bytes), default=min(rates))
+        batch, plane = rates[nearest]
+        return plane > batch * FASTER_BY
 
 
 class Calibration:
     """Of one device, whose context is current. Raises `CudaFailed` if the device itself fails."""
 
-    def __init__(self, driver: Driver, streams: dict[str, CopyStream], ordinal: int) -> None:
+    def __init__(self, driver: Driver, streams: dict[str, CopyStream]) -> None:
         self._driver = driver
         self._streams = streams
-        self._pitch_bytes_max = driver.attribute("MAX_PITCH", ordinal)
+        self._found = CalibrationResult()
 
     def run(self, strided: Strided) -> CalibrationResult:
         """Test and time everything, then configure the streams."""
-        timed_bytes = TIMED_BYTES if strided == "auto" else 0
-        host_bytes = max(4 * _ROWS * _TRIAL_WIDTH_BYTES, timed_bytes)
-        found = CalibrationResult()
+        host_bytes = max(4 * _ROWS * _TRIAL_WIDTH_BYTES, TIMED_BYTES if strided == "auto" else 0)
         # The distance between rows is twice their size, hence twice the room.
-        there = int(self._driver.call("cuMemAlloc", 2 * host_bytes))
+        self._there = int(self._driver.call("cuMemAlloc", 2 * host_bytes))
         staging = mmap.mmap(-1, host_bytes)
-        host: Bytes = np.frombuffer(staging, dtype=np.uint8)
+        self._host: Bytes = np.frombuffer(staging, dtype=np.uint8)
         try:
-            self._driver.call("cuMemHostRegister", host.ctypes.data, host_bytes, 1)
+            self._driver.call("cuMemHostRegister", self._host.ctypes.data, host_bytes, 1)
         except CudaFailed:
-            self._driver.call("cuMemFree", there)
+            self._driver.call("cuMemFree", self._there)
             raise
         try:
-            self._try(found, there, host, strided)
-            if strided == "auto" and found.planes:
-                self._time(found, there, host)
-            self._choose(found, strided)
-        except CudaFailed as error:
-            if self._lost or isinstance(error, DeviceLost):
-                _kept.append(staging)
-                raise
-            self._give_back(there, host, staging)
+            self._configure(strided)
+        except CudaFailed:
+            _kept.append(staging)
             raise
-        self._give_back(there, host, staging)
-        return found
-
-    @property
-    def _lost(self) -> bool:
-        return any(stream.lost is not None for stream in self._streams.values())
-
-    def _give_back(self, there: int, host: Bytes, staging: mmap.mmap) -> None:
         for stream in self._streams.values():
             stream.drain()
         try:
-            self._driver.call("cuMemHostUnregister", host.ctypes.data)
+            self._driver.call("cuMemHostUnregister", self._host.ctypes.data)
         except CudaFailed:
             # Registered memory must not be unmapped: the address would be reused.
             _kept.append(staging)
             raise
         finally:
-            self._driver.call("cuMemFree", there)
+            self._driver.call("cuMemFree", self._there)
+        return self._found
 
-    # --- right or wrong ------------------------------------------------------------------------
-
-    def _try(self, found: CalibrationResult, there: int, host: Bytes, strided: Strided) -> None:
+    def _configure(self, strided: Strided) -> None:
+        """Raises `CudaFailed` only for a device that is lost."""
+        found = self._found
         for stream in self._streams.values():
-            stream.no_planes()
-        found.batches = self._tried(found, "batches", self._pieces, there, host)
-        if not found.batches:
-            for stream in self._streams.values():
-                stream.use_batches(on=False)
-        if strided != "batch":
-            found.planes = self._tried(found, "2D copies", self._planes, there, host)
-        if not found.planes:
-            for stream in self._streams.values():
-                stream.no_planes()
+            stream.batches = True
+        found.batches = self._works("batches", lambda stream, it: stream.submit(it.pieces()))
+        for stream in self._streams.values():
+            stream.batches = found.batches
+        if strided == "batch" or not self._works(
+            "2D copies", lambda stream, it: stream.submit_planes(it)
+        ):
+            return
+        found.planes = True
+        for name, stream in self._streams.items():
+            stream.plane_pays = lambda _: True
+            if strided == "auto":
+                self._time(name, stream)
+                stream.plane_pays = functools.partial(found.pays, name)
 
-    def _tried(
-        self,
-        found: CalibrationResult,
-        what: str,
-        submit: Callable[[CopyStream, int, Bytes], int],
-        there: int,
-        host: Bytes,
-    ) -> bool:
+    def _works(self, what: str, submit: Callable[[CopyStream, Planes], int]) -> bool:
         """Whether a way to copy is correct in both directions, compared with a plain copy."""
         size_bytes = _ROWS * _TRIAL_WIDTH_BYTES
-        image, dense = host[: 2 * size_bytes], host[2 * size_bytes : 3 * size_bytes]
+        image, dense = self._host[: 2 * size_bytes], self._host[2 * size_bytes : 3 * size_bytes]
         chance = np.random.default_rng(len(what))
         rows = image.reshape(_ROWS, -1)[:, :_TRIAL_WIDTH_BYTES]
+        planes = _planes(self._there, dense, _TRIAL_WIDTH_BYTES)
         whole = Descriptors(*(np.array([one], dtype=np.uint64) for one in (
-            there, image.ctypes.data, image.size
+            self._there, image.ctypes.data, image.size
         )))  # fmt: skip
         right = True
         try:
@@ -168,55 +146,49 @@ class Calibration:
                 source[:] = chance.integers(1, 256, source.size, dtype=np.uint8)
                 for direction in ("to_device", "to_host"):
                     stream = self._streams[direction]
-                    number = (
-                        submit(stream, there, dense) if direction == name else stream.submit(whole)
-                    )
+                    tried = direction == name
+                    number = submit(stream, planes) if tried else stream.submit(whole)
                     stream.wait(number, seconds_max=SECONDS_MAX)
                 right = right and np.array_equal(rows.ravel(), dense)
         except CudaFailed as error:
-            if self._lost or isinstance(error, DeviceLost):
-                raise
-            found.reasons.append(f"{what} failed their test ({error})")
+            self._note(f"{what} failed their test", error)
             return False
         if not right:
-            found.reasons.append(f"{what} failed their test (the bytes differ)")
+            self._found.reasons.append(f"{what} failed their test (the bytes differ)")
         return right
 
-    def _pieces(self, stream: CopyStream, there: int, memory: Bytes) -> int:
-        stream.use_batches(on=True)
-        return stream.submit(_planes(there, memory, _TRIAL_WIDTH_BYTES).pieces())
+    def _note(self, what: str, error: CudaFailed) -> None:
+        """Keep a reason, or raise the error of a lost device."""
+        if isinstance(error, DeviceLost) or any(one.lost for one in self._streams.values()):
+            raise error
+        self._found.reasons.append(f"{what} ({error})")
 
-    def _planes(self, stream: CopyStream, there: int, memory: Bytes) -> int:
-        stream.use_planes(_always, pitch_bytes_max=self._pitch_bytes_max)
-        return stream.submit_planes(_planes(there, memory, _TRIAL_WIDTH_BYTES))
-
-    # --- slow or fast --------------------------------------------------------------------------
-
-    def _time(self, found: CalibrationResult, there: int, host: Bytes) -> None:
-        for name, stream in self._streams.items():
-            rates = found.rates[name] = {}
-            for width_bytes in TIMED_WIDTHS_BYTES:
-                if not stream.takes_planes(width_bytes, 2 * width_bytes):
-                    continue
-                planes = _planes(there, host, width_bytes)
-                pieces = planes.pieces()
-                try:
-                    rates[width_bytes] = (
-                        self._rate(stream, functools.partial(stream.submit, pieces)),
-                        self._rate(stream, functools.partial(stream.submit_planes, planes)),
-                    )
-                except CudaFailed as error:
-                    if self._lost or isinstance(error, DeviceLost):
-                        raise
-                    found.reasons.append(f"2D copies {name} could not be timed ({error})")
-                    rates.clear()
-                    break
+    def _time(self, name: str, stream: CopyStream) -> None:
+        rates = self._found.rates[name] = {}
+        for width_bytes in TIMED_WIDTHS_BYTES:
+            if not stream.takes_planes(width_bytes, 2 * width_bytes):
+                continue
+            planes = _planes(self._there, self._host, width_bytes)
+            pieces = planes.pieces()
+            try:
+                rates[width_bytes] = (
+                    self._rate(stream, functools.partial(stream.submit, pieces)),
+                    self._rate(stream, functools.partial(stream.submit_planes, planes)),
+                )
+            except CudaFailed as error:
+                self._note(f"2D copies {name} could not be timed", error)
+                rates.clear()
+                return
 
     def _rate(self, stream: CopyStream, submit: Callable[[], int]) -> float:
         """GB/s by the device's clock, the fastest of some repeats."""
+        call = self._driver.call
         milliseconds: list[float] = []
         with contextlib.ExitStack() as stack:
-            begun, ended = (self._event(stack) for _ in range(2))
+            begun = call("cuEventCreate", 0)
+            stack.callback(call, "cuEventDestroy", begun)
+            ended = call("cuEventCreate", 0)
+            stack.callback(call, "cuEventDestroy", ended)
             # Before the events are destroyed, also after an error.
             stack.callback(stream.drain)
             for _ in range(_REPEATS):
@@ -225,24 +197,8 @@ class Calibration:
                 stream.mark(ended)
                 stream.wait(number, seconds_max=SECONDS_MAX)
                 stream.wait_mark(ended, seconds_max=SECONDS_MAX)
-                milliseconds.append(float(self._driver.call("cuEventElapsedTime", begun, ended)))
+                milliseconds.append(float(call("cuEventElapsedTime", begun, ended)))
         return TIMED_BYTES / 1e6 / max(min(milliseconds), 1e-6)
-
-    def _event(self, stack: contextlib.ExitStack) -> Any:
-        event = self._driver.call("cuEventCreate", 0)
-        stack.callback(self._driver.call, "cuEventDestroy", event)
-        return event
-
-    def _choose(self, found: CalibrationResult, strided: Strided) -> None:
-        for name, stream in self._streams.items():
-            if not found.planes:
-                continue
-            pays = found.pays(name) if strided == "auto" else _always
-            stream.use_planes(pays, pitch_bytes_max=self._pitch_bytes_max)
-
-
-def _always(width_bytes: int) -> bool:  # noqa: ARG001 (as every such answer)
-    return True
 
 
 def _planes(there: int, memory: Bytes, width_bytes: int) -> Planes:

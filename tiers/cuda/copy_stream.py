@@ -2,25 +2,18 @@
 
 Owns a stream at the lowest priority, the events behind its batches, and pacing: at most
 `inflight_bytes_max` bytes are queued at any time, so that a decode step's own small copies wait
-behind little, and an abandoned load ends soon. Does not own memory or contexts.
+behind little, and an abandoned load ends soon. `calibration.py` decides between batches (one call
+for many descriptors, copied in any order), plain copies, and 2D copies (one call for each plane).
 
-Batches go to the driver as one call (`cuMemcpyBatchAsync`) of at most `DESCRIPTORS_MAX`
-descriptors; a few descriptors, or all of them if the driver has no batches or failed their test, as
-plain copies. The driver joins nothing and copies in any order within a batch. Planes are submitted
-as 2D copies, one call each, if calibration found these faster than their runs in a batch
-(`calibration.py`).
-
-Invariants:
-
-* Events are polled, never waited on: a device that hangs leaves a sleeping thread that still
-  answers.
-* A submitted copy is known to be complete, or still counted; `drain` returns only when nothing that
-  was submitted can still access memory. After an error of the device nothing runs on it any more,
-  and every call raises that error.
+Invariants: events are polled, never waited on, so a device that hangs leaves a sleeping thread that
+still answers; a submitted copy is known to be complete, or still counted; `drain` returns only when
+nothing that was submitted can still access memory. After an error of the device nothing runs on it
+any more, and every call raises that error.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import threading
@@ -63,18 +56,8 @@ _TYPE, _HOST, _DEVICE, _PITCH = 2, 3, 4, 6
 _WIDTH, _HEIGHT, _PLANE_WORDS = 14, 15, 16
 
 
-def _never(width_bytes: int) -> bool:  # noqa: ARG001 (as every such answer)
-    return False
-
-
 class CopyStream:
-    """Copies in one direction. Threads may share it; each call binds the context it needs.
-
-    Args:
-        bind: makes the device's context current in the calling thread.
-        to_device: the direction.
-        inflight_bytes_max: limit of queued bytes.
-    """
+    """Copies in one direction. Threads may share it; each call binds the context it needs."""
 
     def __init__(
         self,
@@ -83,6 +66,7 @@ class CopyStream:
         *,
         to_device: bool,
         inflight_bytes_max: int,
+        pitch_bytes_max: int,
     ) -> None:
         self._driver = driver
         self._bind = bind
@@ -94,10 +78,11 @@ class CopyStream:
         self._stream: Any = driver.call("cuStreamCreateWithPriority", _STREAM_NON_BLOCKING, lowest)
         self._handle = int(self._stream)
         self._copy_one = driver.entry("cuMemcpyAsync")
-        self._copy_batch: Any = None
-        self._copy_plane: Any = None
-        self._plane_pays: Callable[[int], bool] = _never
-        self._plane_pitch_max = 0
+        self.batches = False
+        """Whether to submit by `cuMemcpyBatchAsync`, and not as plain copies."""
+        self.plane_pays: Callable[[int], bool] | None = None
+        """Accepts the bytes of the runs for which to use 2D copies. None: use none."""
+        self._pitch_bytes_max = pitch_bytes_max
         self._plane = np.zeros(_PLANE_WORDS, dtype=np.uint64)
         self._record = driver.entry("cuEventRecord")
         self._query = driver.entry("cuEventQuery")
@@ -108,35 +93,17 @@ class CopyStream:
         self._events: list[Any] = []
         self._submitted = 0
         self._through = 0
-        self._lost: CudaFailed | None = None
-
-    def use_batches(self, *, on: bool) -> None:
-        """Submit by `cuMemcpyBatchAsync`, or as plain copies. Raises `NotSupportedHere`."""
-        self._copy_batch = self._driver.entry("cuMemcpyBatchAsync") if on else None
-
-    def use_planes(self, pays: Callable[[int], bool], *, pitch_bytes_max: int) -> None:
-        """Use 2D copies for runs whose bytes `pays` accepts. Raises `NotSupportedHere`."""
-        self._copy_plane = self._driver.entry("cuMemcpy2DAsync")
-        self._plane_pays = pays
-        self._plane_pitch_max = pitch_bytes_max
-
-    def no_planes(self) -> None:
-        """Use no 2D copies."""
-        self._copy_plane = None
+        self.lost: CudaFailed | None = None
+        """The error after which nothing can be copied any more, if any."""
 
     def takes_planes(self, width_bytes: int, pitch_bytes: int) -> bool:
-        """Whether `submit_planes` accepts planes of such rows."""
+        """Whether planes of such rows can and should be submitted by `submit_planes`."""
         return (
-            self._copy_plane is not None
+            self.plane_pays is not None
             and width_bytes <= self._batch_bytes_max
-            and pitch_bytes <= self._plane_pitch_max
-            and self._plane_pays(width_bytes)
+            and pitch_bytes <= self._pitch_bytes_max
+            and self.plane_pays(width_bytes)
         )
-
-    @property
-    def lost(self) -> CudaFailed | None:
-        """The error after which nothing can be copied any more, if any."""
-        return self._lost
 
     def submit(self, copy: Descriptors) -> int:
         """Queue a copy; returns its number for `wait`. Waits while too much is in flight.
@@ -152,7 +119,7 @@ class CopyStream:
         def issue(first: int, last: int) -> None:
             self._copy(targets[first:last], sources[first:last], sizes[first:last])
 
-        return self._submit_all(self._batches(sizes, DESCRIPTORS_MAX), issue)
+        return self._submit_all(sizes, DESCRIPTORS_MAX, issue)
 
     def submit_planes(self, copy: Planes) -> int:
         """As `submit`, for planes that `takes_planes` accepts."""
@@ -163,31 +130,25 @@ class CopyStream:
                 self._copy_rows(planes, index)
 
         sizes = planes.rows * np.uint64(planes.width_bytes)
-        return self._submit_all(self._batches(sizes, PLANES_MAX), issue)
+        return self._submit_all(sizes, PLANES_MAX, issue)
 
     def _submit_all(
-        self, batches: list[tuple[int, int, int]], issue: Callable[[int, int], None]
+        self, sizes: Addresses, count_max: int, issue: Callable[[int, int], None]
     ) -> int:
+        """`issue` the entries from a first to a last one in batches; returns the last's number."""
         self._bind()
-        number = 0
-        for first, last, size_bytes in batches:
+        ends = np.cumsum(sizes.astype(np.int64))
+        number, first, done_bytes = 0, 0, 0
+        while first < len(sizes):
+            fitting = int(np.searchsorted(ends, done_bytes + self._batch_bytes_max, side="right"))
+            last = max(first + 1, min(fitting, first + count_max))
+            size_bytes = int(ends[last - 1]) - done_bytes
             number = self._when(
                 functools.partial(self._has_room, size_bytes),
                 functools.partial(self._submit_batch, issue, first, last, size_bytes),
             )
+            first, done_bytes = last, done_bytes + size_bytes
         return number
-
-    def _batches(self, sizes: Addresses, count_max: int) -> list[tuple[int, int, int]]:
-        """First and last entry, and bytes, of each batch."""
-        ends = np.cumsum(sizes.astype(np.int64))
-        found: list[tuple[int, int, int]] = []
-        first, done_bytes = 0, 0
-        while first < len(sizes):
-            fitting = int(np.searchsorted(ends, done_bytes + self._batch_bytes_max, side="right"))
-            last = max(first + 1, min(fitting, first + count_max))
-            found.append((first, last, int(ends[last - 1]) - done_bytes))
-            first, done_bytes = last, int(ends[last - 1])
-        return found
 
     def _has_room(self, size_bytes: int) -> bool:
         # A batch over the limit (a single descriptor never is) is submitted alone.
@@ -196,7 +157,11 @@ class CopyStream:
     def _submit_batch(
         self, issue: Callable[[int, int], None], first: int, last: int, size_bytes: int
     ) -> int:
-        event = self._events.pop() if self._events else self._new_event()
+        event = (
+            self._events.pop()
+            if self._events
+            else self._driver.call("cuEventCreate", _EVENT_DISABLE_TIMING)
+        )
         try:
             issue(first, last)
         finally:
@@ -207,20 +172,20 @@ class CopyStream:
             self._submitted += 1
             self._flying.append((self._submitted, event, size_bytes))
             self._flying_bytes += size_bytes
-        if self._lost is not None:
-            raise self._lost
+        if self.lost is not None:
+            raise self.lost
         return self._submitted
 
     def _copy(self, targets: Any, sources: Any, sizes: Any) -> None:
         count = len(sizes)
-        if self._copy_batch is None or count <= PLAIN_DESCRIPTORS_MAX:
+        if not self.batches or count <= PLAIN_DESCRIPTORS_MAX:
             for target, source, size in zip(
                 targets.tolist(), sources.tolist(), sizes.tolist(), strict=True
             ):
                 check("cuMemcpyAsync", self._copy_one(target, source, size, self._handle))
             return
         failed = np.zeros(1, dtype=np.uint64)
-        code = self._copy_batch(
+        code = self._driver.entry("cuMemcpyBatchAsync")(
             targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data, count,
             _ATTRIBUTES.ctypes.data, _FIRSTS.ctypes.data, 1, failed.ctypes.data, self._handle,
         )  # fmt: skip
@@ -235,10 +200,8 @@ class CopyStream:
         plane[device + _DEVICE], plane[host + _HOST] = planes.device[index], planes.host[index]
         plane[device + _PITCH], plane[host + _PITCH] = planes.pitch_bytes, planes.width_bytes
         plane[_WIDTH], plane[_HEIGHT] = planes.width_bytes, planes.rows[index]
-        check("cuMemcpy2DAsync", self._copy_plane(plane.ctypes.data, self._handle))
-
-    def _new_event(self) -> Any:
-        return self._driver.call("cuEventCreate", _EVENT_DISABLE_TIMING)
+        copy_plane = self._driver.entry("cuMemcpy2DAsync")
+        check("cuMemcpy2DAsync", copy_plane(plane.ctypes.data, self._handle))
 
     def wait(self, number: int, *, seconds_max: float | None = None) -> None:
         """Return once copy `number` is complete. Raises `DeviceLost`, also after `seconds_max`."""
@@ -263,11 +226,8 @@ class CopyStream:
 
     def drain(self) -> None:
         """Return once nothing submitted so far can still run. Never raises."""
-        number = self._submitted
-        try:
-            self.wait(number)
-        except CudaFailed:
-            return  # The device is lost: nothing runs there any more.
+        with contextlib.suppress(CudaFailed):  # On a lost device nothing runs any more.
+            self.wait(self._submitted)
 
     def _when(
         self,
@@ -282,8 +242,8 @@ class CopyStream:
         while True:
             with self._lock:
                 self._poll()
-                if self._lost is not None:
-                    raise self._lost
+                if self.lost is not None:
+                    raise self.lost
                 if true():
                     return act()
                 if time.monotonic() > deadline:
@@ -292,7 +252,7 @@ class CopyStream:
             pause = min(pause * 1.5, POLL_SECONDS_MAX)
 
     def _poll(self) -> None:
-        while self._flying and self._lost is None:
+        while self._flying and self.lost is None:
             number, event, size_bytes = self._flying[0]
             code = self._query(int(event))
             if code == NOT_READY:
@@ -307,12 +267,12 @@ class CopyStream:
 
     def _lose(self, error: CudaFailed) -> None:
         # After any error it is unknown which copies still run.
-        self._lost = error if isinstance(error, DeviceLost) else DeviceLost(error.call, error.code)
+        self.lost = error if isinstance(error, DeviceLost) else DeviceLost(error.call, error.code)
 
     def close(self) -> None:
         """Drain, then destroy stream and events. The context is current."""
         self.drain()
-        if self._lost is not None:
+        if self.lost is not None:
             return  # They are gone with the context.
         for event in self._events:
             self._driver.call("cuEventDestroy", event)

@@ -2,8 +2,7 @@
 
 Owns the arithmetic from block ids to the arrays of a batch copy: the runs of each block, adjacent
 runs joined, long ones cut for pacing, and those that cross two registrations of the pool cut in
-two. Runs of a block at a constant distance also form planes; one 2D copy moves a plane. Nothing
-here calls CUDA.
+two. Runs of a block at a constant distance also form planes; one 2D copy moves a plane.
 
 Invariant: the descriptors and planes of a copy are disjoint and together are exactly its payload,
 so they may be copied in any order.
@@ -37,6 +36,13 @@ class Descriptors:
 
     def __len__(self) -> int:
         return len(self.sizes)
+
+
+def _numbered(counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], Addresses]:
+    """For entries that become `counts` parts each: the entry of each part, its number there."""
+    index = np.repeat(np.arange(len(counts)), counts)
+    number = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return index, number.astype(np.uint64)
 
 
 def describe(
@@ -73,19 +79,12 @@ class Planes:
 
     def select(self, which: npt.NDArray[np.bool_]) -> Planes:
         """Some of the planes."""
-        return Planes(
-            self.device[which],
-            self.host[which],
-            self.rows[which],
-            self.width_bytes,
-            self.pitch_bytes,
-        )
+        device, host, rows = self.device[which], self.host[which], self.rows[which]
+        return Planes(device, host, rows, self.width_bytes, self.pitch_bytes)
 
     def pieces(self) -> Descriptors:
         """The same copy, run by run."""
-        rows = self.rows.astype(np.int64)
-        index = np.repeat(np.arange(len(rows)), rows)
-        number = (np.arange(len(index)) - np.repeat(np.cumsum(rows) - rows, rows)).astype(np.uint64)
+        index, number = _numbered(self.rows.astype(np.int64))
         return Descriptors(
             self.device[index] + number * np.uint64(self.pitch_bytes),
             self.host[index] + number * np.uint64(self.width_bytes),
@@ -111,9 +110,8 @@ class PlaneShape:
         rows = int(other[0]) + 1 if len(other) else len(starts)
         if rows < PLANE_ROWS_MIN or len(starts) % rows or steps[0] < runs.size_bytes:
             return None
-        if (np.diff(starts.reshape(-1, rows), axis=1) != steps[0]).any():
-            return None
-        return cls(rows, int(steps[0]))
+        regular = (np.diff(starts.reshape(-1, rows), axis=1) == steps[0]).all()
+        return cls(rows, int(steps[0])) if regular else None
 
 
 def describe_planes(
@@ -142,9 +140,8 @@ def cut_planes(found: Planes, bytes_max: int) -> Planes:
     parts = -(-found.rows.astype(np.int64) // rows_max)
     if len(parts) == 0 or parts.max() == 1:
         return found
-    index = np.repeat(np.arange(len(parts)), parts)
-    number = np.arange(len(index)) - np.repeat(np.cumsum(parts) - parts, parts)
-    first = (number * rows_max).astype(np.uint64)
+    index, number = _numbered(parts)
+    first = number * np.uint64(rows_max)
     return Planes(
         found.device[index] + first * np.uint64(found.pitch_bytes),
         found.host[index] + first * np.uint64(found.width_bytes),
@@ -165,9 +162,8 @@ def cut(found: Descriptors, bytes_max: int) -> Descriptors:
     counts = -(-found.sizes.astype(np.int64) // bytes_max)
     if len(counts) == 0 or counts.max() == 1:
         return found
-    index = np.repeat(np.arange(len(counts)), counts)
-    number = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
-    offsets = (number * bytes_max).astype(np.uint64)
+    index, number = _numbered(counts)
+    offsets = number * np.uint64(bytes_max)
     return Descriptors(
         found.device[index] + offsets,
         found.host[index] + offsets,

@@ -1,8 +1,7 @@
 """One GPU as the sidecar uses it: its context, its two copy streams, and mapped memory of workers.
 
 Owns the retained primary context (one per process and device, shared by all workers on it), the
-streams and the imports. Does not own the pool's pins nor when memory is unmapped. The ways to copy
-are tested and timed before use (`calibration.py`).
+streams and the imports. Does not own the pool's pins nor when memory is unmapped.
 
 Devices are named by UUID: their numbers differ between processes (CUDA_VISIBLE_DEVICES).
 
@@ -28,7 +27,7 @@ from tiers.cuda.descriptors import (
     split_at_grid,
 )
 from tiers.cuda.driver import check
-from tiers.cuda.errors import NOT_READY, CudaFailed, CudaMisused, NotSupportedHere
+from tiers.cuda.errors import NOT_READY, CudaFailed, NotSupportedHere
 from tiers.kv.copy import Runs, check_copy
 
 if TYPE_CHECKING:
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
     Bytes = npt.NDArray[np.uint8]
     BlockIds = npt.NDArray[np.int64]
 
-IPC_HANDLE_BYTES: Final = 64
 _LAZY_PEER_ACCESS: Final = 1
 
 _logger = logging.getLogger("kvlake.gpu")
@@ -73,13 +71,19 @@ class Device:
         streams: list[CopyStream] = []
         try:
             self.bind()
+            pitch_bytes_max = driver.attribute("MAX_PITCH", self.ordinal)
             for to_device, bytes_max in ((True, to_device_bytes_max), (False, to_host_bytes_max)):
-                streams.append(
-                    CopyStream(driver, self.bind, to_device=to_device, inflight_bytes_max=bytes_max)
+                stream = CopyStream(
+                    driver,
+                    self.bind,
+                    to_device=to_device,
+                    inflight_bytes_max=bytes_max,
+                    pitch_bytes_max=pitch_bytes_max,
                 )
+                streams.append(stream)
             self.to_device, self.to_host = streams
             directions = {"to_device": self.to_device, "to_host": self.to_host}
-            self.calibration = Calibration(driver, directions, self.ordinal).run(strided)
+            self.calibration = Calibration(driver, directions).run(strided)
         except BaseException as error:
             # On a lost device this may fail, too; the first error is the one to report.
             with contextlib.suppress(CudaFailed):
@@ -108,66 +112,42 @@ class Device:
         return self.to_device.lost or self.to_host.lost
 
     def import_ipc(self, handle: bytes, layout: KVLayout, pins: PinnedMemory) -> DeviceMemory:
-        """Map memory that another process exported by a legacy IPC handle."""
-        if len(handle) != IPC_HANDLE_BYTES:
-            raise CudaMisused("cuIpcOpenMemHandle", 1, f"a handle of {len(handle)} bytes")
+        """Map memory that another process exported by a legacy IPC handle of 64 bytes."""
         self.bind()
+        call = self.driver.call
         packed = self.driver.make("CUipcMemHandle")
-        ctypes.memmove(packed.getPtr(), handle, IPC_HANDLE_BYTES)
-        address = int(self.driver.call("cuIpcOpenMemHandle", packed, _LAZY_PEER_ACCESS))
-
-        def unmap() -> None:
-            self.driver.call("cuIpcCloseMemHandle", address)
-
-        try:
-            _, size_bytes = self.driver.call("cuMemGetAddressRange", address)
-            self._check_size(int(size_bytes), layout)
-            return DeviceMemory(self, address, layout, pins, unmap)
-        except BaseException:
-            unmap()
-            raise
+        ctypes.memmove(packed.getPtr(), handle, len(handle))
+        with contextlib.ExitStack() as unmap:
+            address = int(call("cuIpcOpenMemHandle", packed, _LAZY_PEER_ACCESS))
+            unmap.callback(call, "cuIpcCloseMemHandle", address)
+            size_bytes = int(call("cuMemGetAddressRange", address)[1])
+            if size_bytes < layout.size_bytes:
+                raise NotSupportedHere(
+                    "cuMemGetAddressRange",
+                    1,
+                    f"the allocation has {size_bytes} bytes, its layout {layout.size_bytes}",
+                )
+            return DeviceMemory(self, address, layout, pins, unmap.pop_all().close)
 
     def import_vmm(self, fd: int, layout: KVLayout, pins: PinnedMemory) -> DeviceMemory:
         """Map memory that another process exported as a descriptor; `fd` stays the caller's."""
         self.bind()
-        call, posix = self.driver.call, "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR"
-        kind = self.driver.enum("CUmemAllocationHandleType", posix)
-        handle = call("cuMemImportFromShareableHandle", fd, kind)
-        undo: list[Callable[[], Any]] = [lambda: call("cuMemRelease", handle)]
-
-        def unmap() -> None:
-            while undo:
-                undo.pop()()
-
-        try:
-            size_bytes = layout.size_bytes
+        call, enum, size_bytes = self.driver.call, self.driver.enum, layout.size_bytes
+        kind = enum("CUmemAllocationHandleType", "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR")
+        with contextlib.ExitStack() as unmap:
+            handle = call("cuMemImportFromShareableHandle", fd, kind)
+            unmap.callback(call, "cuMemRelease", handle)
             address = int(call("cuMemAddressReserve", size_bytes, 0, 0, 0))
-            undo.append(lambda: call("cuMemAddressFree", address, size_bytes))
+            unmap.callback(call, "cuMemAddressFree", address, size_bytes)
             # The driver refuses to map more than the allocation has.
             call("cuMemMap", address, size_bytes, 0, handle, 0)
-            undo.append(lambda: call("cuMemUnmap", address, size_bytes))
+            unmap.callback(call, "cuMemUnmap", address, size_bytes)
             access = self.driver.make("CUmemAccessDesc")
-            access.location.type = self.driver.enum(
-                "CUmemLocationType", "CU_MEM_LOCATION_TYPE_DEVICE"
-            )
+            access.location.type = enum("CUmemLocationType", "CU_MEM_LOCATION_TYPE_DEVICE")
             access.location.id = self.ordinal
-            access.flags = self.driver.enum(
-                "CUmemAccess_flags", "CU_MEM_ACCESS_FLAGS_PROT_READWRITE"
-            )
+            access.flags = enum("CUmemAccess_flags", "CU_MEM_ACCESS_FLAGS_PROT_READWRITE")
             call("cuMemSetAccess", address, size_bytes, [access], 1)
-            return DeviceMemory(self, address, layout, pins, unmap)
-        except BaseException:
-            unmap()
-            raise
-
-    @staticmethod
-    def _check_size(size_bytes: int, layout: KVLayout) -> None:
-        if size_bytes < layout.size_bytes:
-            raise NotSupportedHere(
-                "cuMemGetAddressRange",
-                1,
-                f"the allocation has {size_bytes} bytes, its layout {layout.size_bytes}",
-            )
+            return DeviceMemory(self, address, layout, pins, unmap.pop_all().close)
 
     def close(self) -> None:
         """Release everything. No memory may be mapped any more. Raises `CudaFailed`."""
@@ -216,11 +196,11 @@ class DeviceMemory:
             return DeviceTransfer(stream, 0, payload, load=load)
         try:
             number = self._submit(stream, block_ids, payload.ctypes.data)
-            return DeviceTransfer(stream, number, payload, load=load)
         except CudaFailed:
             # Parts queued before the failure may still run.
             stream.drain()
             raise
+        return DeviceTransfer(stream, number, payload, load=load)
 
     def _submit(self, stream: CopyStream, block_ids: BlockIds, host: int) -> int:
         """Queue a copy; returns the number of its last part."""
@@ -248,7 +228,7 @@ class DeviceTransfer:
     """A running copy: a `Transfer`."""
 
     def __init__(self, stream: CopyStream, number: int, payload: Bytes, *, load: bool) -> None:
-        self._lane = stream
+        self._stream = stream
         self._number = number
         self._payload = payload
         self._load = load
@@ -257,12 +237,11 @@ class DeviceTransfer:
         """Wait for it, and visit the payload; a load's during the copy. Raises `CudaFailed`."""
         if self._load:
             visit(self._payload.data)
-            self._lane.wait(self._number)
-        else:
-            self._lane.wait(self._number)
+        self._stream.wait(self._number)
+        if not self._load:
             visit(self._payload.data)
 
     def settle(self) -> None:
         """Return once it cannot run any more."""
         with contextlib.suppress(CudaFailed):  # A lost device runs nothing.
-            self._lane.wait(self._number)
+            self._stream.wait(self._number)

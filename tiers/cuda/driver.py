@@ -18,8 +18,6 @@ from tiers.cuda.errors import DeviceMissing, DriverMissing, NotSupportedHere, fa
 
 API_VERSION: Final = 12080
 """API version of the argument lists in use: the first with `cuMemcpyBatchAsync`."""
-UUID_BYTES: Final = 16
-_NAME_BYTES_MAX: Final = 256
 
 _POINTER, _SIZE, _ADDRESS = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64
 _ENTRIES: Final[dict[str, tuple[Any, ...]]] = {
@@ -93,16 +91,12 @@ class Driver:
 
     def uuid(self, ordinal: int) -> bytes:
         """Identity of a device, the same in every process."""
-        return self.bytes_of(self.call("cuDeviceGetUuid", ordinal), UUID_BYTES)
-
-    def bytes_of(self, structure: Any, size_bytes: int) -> bytes:
-        """The bytes of a structure of the API."""
         # By its address: names of fields differ between releases of cuda-python.
-        return ctypes.string_at(structure.getPtr(), size_bytes)
+        return ctypes.string_at(self.call("cuDeviceGetUuid", ordinal).getPtr(), 16)
 
     def name(self, ordinal: int) -> str:
         """The name of a device."""
-        found = bytes(self.call("cuDeviceGetName", _NAME_BYTES_MAX, ordinal))
+        found = bytes(self.call("cuDeviceGetName", 256, ordinal))
         return found.split(b"\0", 1)[0].decode(errors="replace").strip()
 
     def ordinal_of(self, uuid: bytes) -> int:

@@ -10,6 +10,7 @@ memory, starts no work and waits for none.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -20,7 +21,6 @@ from tiers.errors import TierError
 
 if TYPE_CHECKING:
     from tiers.cuda.driver import Driver
-
 
 ALLOCATOR_VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """PyTorch 2.10 introduced the second name and still reads the first."""
@@ -70,15 +70,11 @@ def share(address: int, num_bytes: int) -> SharedAllocation:
         )
     uuid = cuda.uuid(ordinal)
     try:
-        handle = _ipc_handle(cuda, base)
+        handle = ctypes.string_at(cuda.call("cuIpcGetMemHandle", base).getPtr(), 64)
     except CudaFailed as error:
         fd = _descriptor(cuda, base, error)
         return SharedAllocation(uuid, base, size_bytes, context, fd=fd)
     return SharedAllocation(uuid, base, size_bytes, context, handle=handle)
-
-
-def _ipc_handle(cuda: Driver, base: int) -> bytes:
-    return cuda.bytes_of(cuda.call("cuIpcGetMemHandle", base), 64)
 
 
 def _descriptor(cuda: Driver, base: int, ipc_error: CudaFailed) -> int:

@@ -4,15 +4,14 @@ Owns three 8-byte words and one lock, all in a file descriptor that the worker m
 hands to the sidecar at attach:
 
 * word 0, `done`: sequence number of the last finished step. Written by the worker (on a GPU by
-  the stream itself), read by the sidecar: copies of a `Submit` start once `done >= fence`.
+  the stream itself). Copies of a `Submit` start once `done >= fence`.
 * word 1, `revoked_below`: jobs with a smaller id are void. Written by the worker under the lock
   when it takes blocks back without an answer (the sidecar is stopped, or too slow).
-* word 2, `revoking`: not zero while the worker waits to revoke. Written by the worker when it found
-  the lock held, cleared when it has revoked or no longer needs to. While it is set the sidecar
-  starts no copy for this worker; otherwise overlapping copies could keep the lock held for ever.
-* an open-file-description lock on the page: the sidecar holds it shared while a copy touches
-  the worker's memory, the worker takes it exclusively to revoke. The kernel drops it when its
-  holder dies, so a killed sidecar never keeps a worker waiting.
+* word 2, `revoking`: not zero while the worker waits to revoke because it found the lock held. The
+  sidecar starts no copy then; otherwise overlapping copies could keep the lock held for ever.
+* an open-file-description lock on the page: the sidecar holds it shared while a copy touches the
+  worker's memory, the worker takes it exclusively to revoke. The kernel drops it when its holder
+  dies.
 
 Invariant: a block is reused only after its job was answered, or was revoked under the exclusive
 lock, or the sidecar's process is gone. The sidecar checks `revoked_below` under the shared lock, so

@@ -6,9 +6,8 @@ topology, so that equal keys of two realms do not meet. Each tag has two buckets
 is in one slot of one of them; a bucket's states are one cache line. A slot's state word is
 56 bits of check over its tag, then 8 bits of flags; 0 is an empty slot.
 
-Does not own the meaning of flags to a request, nor when to grow: the owner calls `grown`, or runs
-an `IndexGrowth`, when `needs_growth` says so, and sends the new descriptor. A killed writer leaves
-its last words readable; its clients learn of its death from their socket and drop the reader.
+Does not own when to grow: the owner calls `grown`, or runs an `IndexGrowth`, when `needs_growth`
+says so, and sends the new descriptor. What a killed writer published stays readable.
 
 Invariants:
 
@@ -20,12 +19,9 @@ Invariants:
   word was loaded. A reader that meets a slot between two entries sees a tag and a check that do not
   match, in whatever order the stores become visible, and reads absent.
 * No tombstones, no probe chains: a lookup reads 16 states, however many entries were removed.
-* Growth keeps every entry's slot number within its bucket, so it is one vectorized pass.
 
-Rejected: linear probing with backward shift (entries move under the readers, and
-the longest probe chain exceeds any fixed window), moving an entry to its other bucket to make room
-(a reader may look in the wrong one of the two), a seqlock (a writer that is stopped between its two
-increments blocks every reader; a busy one starves them).
+Rejected: linear probing, or moving an entry to its other bucket (entries move under the readers); a
+seqlock (a writer that is stopped between its two increments blocks every reader).
 """
 
 from __future__ import annotations
@@ -64,7 +60,8 @@ _HEADER_BYTES: Final = 4096
 _WORD_BYTES: Final = 8
 _SLOT_WORDS: Final = 3
 _BUCKET_SLOTS: Final = 8
-_HEADER_MAGIC, _HEADER_VERSION, _HEADER_SLOTS, _HEADER_CLOSED = range(4)
+_HEADER_CLOSED: Final = 3
+"""The word behind magic, version and number of slots: not zero once the writer has closed."""
 
 # With entries inserted and removed, both buckets were full in none of 2 million insertions at a
 # load of 1/2, in 1 of 28,000 at 5/8 and in 1 of 120 at 3/4 (131,072 buckets).
@@ -108,9 +105,8 @@ def tags_of(keys: Sequence[bytes], salt: bytes) -> Words:
 def tags_in(keys: npt.NDArray[np.uint8], salt: bytes) -> Words:
     """`tags_of` keys as the rows of an array of shape (n, 32)."""
     _check_salt(salt)
-    words = np.ascontiguousarray(keys).view("<u8")
-    tags: Words = np.bitwise_xor(words[:, :2], np.frombuffer(salt, dtype="<u8"))
-    return tags
+    words: Words = np.ascontiguousarray(keys).view("<u8")
+    return words[:, :2] ^ np.frombuffer(salt, dtype=np.uint64)
 
 
 def _check_salt(salt: bytes) -> None:
@@ -157,11 +153,6 @@ def _buckets(mixed: Words, mask: np.uint64) -> npt.NDArray[np.int64]:
     return buckets.view(np.int64)
 
 
-def _slots_for(capacity_entries: int) -> int:
-    slots = -(-capacity_entries * _LOAD[1] // _LOAD[0])
-    return max(_BUCKET_SLOTS * 2, 1 << (slots - 1).bit_length())
-
-
 class _Columns:
     """A mapping cut into its header and columns."""
 
@@ -176,15 +167,10 @@ class _Columns:
 
 
 class IndexWriter:
-    """The writing end. Not thread-safe: the sidecar's event loop is its only caller.
+    """The writing end, for one thread. Of `capacity_entries` so many fit before `needs_growth`.
 
-    Args:
-        capacity_entries: entries that fit before `needs_growth`; rounded up to five eighths of a
-            power of two of slots.
-
-    Raises:
-        LayoutError: the capacity is out of range.
-        OSError: the kernel has no memory for the mapping (ENOSPC, ENOMEM).
+    The number is rounded up to five eighths of a power of two. Raises `LayoutError` if it is out of
+    range, and `OSError` if the kernel has no memory for the mapping (ENOSPC, ENOMEM).
     """
 
     def __init__(self, capacity_entries: int) -> None:
@@ -193,22 +179,21 @@ class IndexWriter:
                 f"capacity_entries={capacity_entries}: between 1 and {CAPACITY_ENTRIES_MAX}; "
                 "give the number of chunks that host and store together are to hold"
             )
-        self.slots = _slots_for(capacity_entries)
+        slots = -(-capacity_entries * _LOAD[1] // _LOAD[0])
+        self.slots = max(_BUCKET_SLOTS * 2, 1 << (slots - 1).bit_length())
         self.size_bytes = _HEADER_BYTES + _SLOT_WORDS * _WORD_BYTES * self.slots
         self._bucket_mask = self.slots // _BUCKET_SLOTS - 1
         self._entries = 0
         self.overflow: dict[bytes, int] = {}
         """Entries whose two buckets are full, tag -> flags: invisible to readers until growth."""
-        self._changes: list[tuple[bytes, int]] | None = None
+        self.changes: list[tuple[bytes, int]] | None = None
+        """What was set since an `IndexGrowth` began to copy this table."""
         self._map, self.fd = read_only_memfd("kvlake-index", self.size_bytes)
         self._columns = _Columns(self._map, self.slots)
         # Item access through a memoryview takes a third of the time of a numpy array.
         self._states = self._columns.states.data
         self._tags = self._columns.tags.reshape(-1).data
-        header = self._columns.header
-        header[_HEADER_VERSION] = _VERSION
-        header[_HEADER_SLOTS] = self.slots
-        header[_HEADER_MAGIC] = _MAGIC
+        self._columns.header[:_HEADER_CLOSED] = _MAGIC, _VERSION, self.slots
 
     def __len__(self) -> int:
         """Entries that are set, including `overflow`."""
@@ -241,8 +226,8 @@ class IndexWriter:
                 f"tag of {len(tag)} bytes, flags={flags}: a tag has {TAG_BYTES} bytes (tag_of), "
                 f"flags are 0 to {FLAGS_MAX}"
             )
-        if self._changes is not None:
-            self._changes.append((tag, flags))
+        if self.changes is not None:
+            self.changes.append((tag, flags))
         low, high = _TAG.unpack(tag)
         mixed = _mix(low, high)
         check = _check(mixed)
@@ -252,7 +237,9 @@ class IndexWriter:
         second_row = _BUCKET.unpack_from(self._states, second * _WORD_BYTES)
         for base, row in ((first, first_row), (second, second_row)):
             for slot, state in enumerate(row, base):
-                if state & _CHECK_MASK == check and self._holds(slot, low, high):
+                if state & _CHECK_MASK != check:
+                    continue
+                if self._tags[2 * slot] == low and self._tags[2 * slot + 1] == high:
                     self._states[slot] = check | flags if flags else 0
                     self._entries -= not flags
                     return
@@ -274,9 +261,6 @@ class IndexWriter:
         self._states[slot] = check | flags
         self._entries += 1
 
-    def _holds(self, slot: int, low: int, high: int) -> bool:
-        return self._tags[2 * slot] == low and self._tags[2 * slot + 1] == high
-
     def set_many(self, tags: Words, flags: int) -> None:
         """`set` for many tags (shape (n, 2), see `tags_of`), which may repeat, with equal flags."""
         if not 0 <= flags <= FLAGS_MAX:
@@ -292,8 +276,8 @@ class IndexWriter:
 
     def _set_some(self, tags: Words, flags: int) -> Words:
         """Set those that do not compete for a slot; returns the others."""
-        if self._changes is not None:
-            self._changes += [(tag.tobytes(), flags) for tag in np.ascontiguousarray(tags)]
+        if self.changes is not None:
+            self.changes += [(tag.tobytes(), flags) for tag in np.ascontiguousarray(tags)]
         mixed = mix_words(tags[:, 0], tags[:, 1])
         checks = _check_words(mixed)
         buckets = _buckets(mixed, np.uint64(self._bucket_mask))
@@ -341,34 +325,18 @@ class IndexWriter:
             pass
         return growth.finish()
 
-    def record_changes(self) -> list[tuple[bytes, int]]:
-        """A list to which every later `set` is added, also in `set_many`."""
-        self._changes = []
-        return self._changes
-
-    def replace(self, tag: bytes, flags: int) -> None:
-        """`set` a tag that `copy_slots` may have copied from several slots."""
-        entries = -1
-        while entries != self._entries:
-            entries = self._entries
-            self.set(tag, 0)
-        self.set(tag, flags)
-
     def copy_slots(self, smaller: IndexWriter, start: int) -> None:
         """Copy up to `SLOTS_PER_PASS` slots of a smaller table, from `start` on."""
         source = smaller._columns
-        stop = min(start + SLOTS_PER_PASS, smaller.slots)
-        used = np.flatnonzero(source.states[start:stop]) + start
+        used = np.flatnonzero(source.states[start : start + SLOTS_PER_PASS]) + start
         tags = source.tags[used]
         mixed = mix_words(tags[:, 0], tags[:, 1])
-        mask = np.uint64(self._bucket_mask)
-        fewer = np.uint64(smaller._bucket_mask)
-        buckets = (used // _BUCKET_SLOTS).astype(np.uint64)
+        old = _buckets(mixed, np.uint64(smaller._bucket_mask))
+        new = _buckets(mixed, np.uint64(self._bucket_mask))
         # An entry of bucket b goes to a bucket whose number ends with the bits of b, chosen by more
         # bits of the same hash, and keeps its place in the bucket: no two get the same slot.
-        by_first = (mixed & fewer) == buckets
-        target = np.where(by_first, mixed & mask, (mixed >> np.uint64(32)) & mask)
-        slots = (target * np.uint64(_BUCKET_SLOTS)).astype(np.intp) + used % _BUCKET_SLOTS
+        target = np.where(old[:, 0] == used // _BUCKET_SLOTS, new[:, 0], new[:, 1])
+        slots = target * _BUCKET_SLOTS + used % _BUCKET_SLOTS
         self._columns.tags[slots] = tags
         self._columns.states[slots] = source.states[used]
         self._entries += len(used)
@@ -398,7 +366,7 @@ class IndexGrowth:
         self._smaller = smaller
         self._larger = larger
         self._next = 0
-        self._changes = smaller.record_changes()
+        self._changes = smaller.changes = []
 
     def step(self) -> bool:
         """Copy some slots, in about a millisecond. True when none is left."""
@@ -409,9 +377,15 @@ class IndexGrowth:
     def finish(self) -> IndexWriter:
         """The larger table, with all changes made meanwhile. Write only it from now on."""
         assert self._next >= self._smaller.slots, "every slot was copied"
+        larger = self._larger
         for tag, flags in (*self._smaller.overflow.items(), *self._changes):
-            self._larger.replace(tag, flags)
-        return self._larger
+            # A tag that left its slot and came back may have been copied from several slots.
+            entries = -1
+            while entries != len(larger):
+                entries = len(larger)
+                larger.set(tag, 0)
+            larger.set(tag, flags)
+        return larger
 
 
 class IndexReader:
@@ -434,7 +408,7 @@ class IndexReader:
         self._columns = _Columns(self._map, slots)
         self._rows = self._columns.states.reshape(-1, _BUCKET_SLOTS)
         self._bucket_mask = np.uint64(slots // _BUCKET_SLOTS - 1)
-        header = self._columns.header[: _HEADER_SLOTS + 1].tolist()
+        header = self._columns.header[:_HEADER_CLOSED].tolist()
         if header != [_MAGIC, _VERSION, slots]:
             self.close()
             raise LayoutError(
