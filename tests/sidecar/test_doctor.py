@@ -375,12 +375,12 @@ def pool_of_another(world: World) -> dict[str, Any]:
     return {}
 
 
-@refusal("_no_room")
+@refusal("_require_room")
 def no_room(world: World) -> dict[str, Any]:
     return {"host": {"size": "900TiB"}}
 
 
-@refusal("_no_room")
+@refusal("_require_room")
 def no_room_beside_what_would_be_given_back(world: World) -> dict[str, Any]:
     world.left_pool()
     return {"host": {"size": "900TiB"}}
@@ -391,7 +391,7 @@ UNREACHED = {
     "UnixListener._bind": "a socket cannot be made in a directory that was checked",
     "RuntimeDirectory._take_lock": "a sidecar that runs: its own test",
     "Placement.settle": "the kernel refuses to place memory: its own test in tests/gpu",
-    "_lock": "a lock that changes owners all the time",
+    "take_lock": "a lock that changes owners all the time",
     "_pool_errors": "passes on what the pool says",
     "as_pool_errors": "an error of the disk",
     "write_secret": "`kvlake keygen`",

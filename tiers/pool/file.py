@@ -1,9 +1,8 @@
 """The file of a pool: created, mapped, backed with memory, inspected, removed.
 
-Owns the file system's side of a pool: whose a file is, its length, whether all of it is backed by
-memory and mapped ahead of use, and why one cannot be taken over. A copy into a page that is not
-mapped yet takes a fault for every 4 KiB, which makes it three times slower. Does not own the table
-in the file (`table.py`) nor the lock (`lock.py`).
+Owns whose a file is, its length, whether all of it is backed by memory and mapped ahead of use, and
+why one cannot be taken over. A copy into a page that is not mapped yet takes a fault for every
+4 KiB, which makes it three times slower. Does not own the table in the file (`table.py`).
 
 Invariant: a file without an owner's record, or of another user, is never changed.
 """
@@ -89,20 +88,15 @@ class Backing:
         """Allocate and map every page of `memory`; False if that is not possible."""
         starts = range(0, memory.size, PREFAULT_PIECE_BYTES)
         pieces = [memory[start : start + PREFAULT_PIECE_BYTES] for start in starts]
-        with self._pool(self.threads) as threads:
+        with self.executor(self.threads) as threads:
             try:
                 return all(threads.map(populate, pieces))
             except OSError:
                 threads.shutdown(cancel_futures=True)
                 return False
 
-    def allocate(self, fd: int, offset: int, size_bytes: int) -> None:
-        """Back a part of a file with memory, all of it or none. Raises `OSError`."""
-        with self._pool(1) as thread:
-            thread.submit(os.posix_fallocate, fd, offset, size_bytes).result()
-
-    def _pool(self, count: int) -> ThreadPoolExecutor:
-        # New threads: the placement is a policy of each thread.
+    def executor(self, count: int) -> ThreadPoolExecutor:
+        """New threads that allocate: the placement is a policy of each thread."""
         return ThreadPoolExecutor(count, "kvlake-prefault", self.placement.adopt)
 
 
@@ -151,19 +145,17 @@ def remove_pool(path: Path) -> int:
         return 0
     lock_fd = take_lock(lock_path_of(path))
     try:
-        if not os.path.lexists(path):
-            remove_files(path, lock_fd)
-            return 0
-        try:
+        file_bytes = 0
+        if os.path.lexists(path):
             require_ours(path, owner_of(lock_fd))
-        except PoolError:
-            if not os.fstat(lock_fd).st_size:
-                # Created by taking the lock: it must not vouch for a file that is not ours.
-                lock_path_of(path).unlink()
-            raise
-        file_bytes = path.stat().st_size
+            file_bytes = path.stat().st_size
         remove_files(path, lock_fd)
         return file_bytes
+    except PoolError:
+        if not os.fstat(lock_fd).st_size:
+            # Created by taking the lock: it must not vouch for a file that is not ours.
+            lock_path_of(path).unlink()
+        raise
     finally:
         os.close(lock_fd)
 
@@ -187,7 +179,7 @@ def check_pool(path: Path, size_bytes: int) -> None:
         if isinstance(shapes, str):
             # It would be removed and created again.
             _require_room(path, TableShape.of(size_bytes), 0, found.st_blocks * 512)
-        elif shapes[1].file_bytes > found.st_size:
+        else:
             _require_room(path, shapes[1], found.st_size)
 
 
@@ -232,8 +224,7 @@ class MappedPool:
 def map_existing(path: Path, size_bytes: int, backing: Backing) -> MappedPool | str:
     """Resize and map a file of ours, or say why it cannot be taken over.
 
-    If it shrinks, the slabs beyond its end are lost. Raises `PoolError`, having lost nothing, if it
-    has to grow and there is no room.
+    Slabs beyond its end are lost. Raises `PoolError`, having lost nothing, without room to grow.
     """
     fd = os.open(path, os.O_RDWR | _FILE_FLAGS)
     try:
@@ -303,19 +294,19 @@ def create_mapping(path: Path, size_bytes: int, backing: Backing) -> MappedPool:
         os.close(fd)
 
 
-def _require_room(path: Path, shape: TableShape, had_bytes: int, freed_bytes: int = 0) -> None:
-    """Raise `PoolError` without room for the file's growth, `freed_bytes` being freed before."""
+def _require_room(
+    path: Path, shape: TableShape, had_bytes: int, freed_bytes: int = 0, *, full: bool = False
+) -> None:
+    """Raise `PoolError` without room for the file's growth, `freed_bytes` being freed before.
+
+    `full`: there is none, as the file system said.
+    """
     file_system = os.statvfs(path.parent)
     room = file_system.f_bavail * file_system.f_frsize + freed_bytes
     # A tmpfs that is mounted without a limit reports no blocks at all.
-    if room < shape.file_bytes - had_bytes and file_system.f_blocks:
-        raise _no_room(path, shape, had_bytes, freed_bytes)
-
-
-def _no_room(path: Path, shape: TableShape, had_bytes: int, freed_bytes: int = 0) -> PoolError:
-    file_system = os.statvfs(path.parent)
-    room = file_system.f_bavail * file_system.f_frsize + freed_bytes
-    return PoolError(
+    if not full and (room >= shape.file_bytes - had_bytes or not file_system.f_blocks):
+        return
+    raise PoolError(
         f"host.size={approximate_size(shape.size_bytes)} needs "
         f"{approximate_size(shape.file_bytes - had_bytes)} more on the file system of "
         f"{path.parent}, which has {approximate_size(room)} left; lower host.size, choose another "
@@ -326,22 +317,21 @@ def _no_room(path: Path, shape: TableShape, had_bytes: int, freed_bytes: int = 0
 def _back(fd: int, path: Path, shape: TableShape, had_bytes: int, backing: Backing) -> None:
     """Back the file with memory to its new end. Raises `PoolError` without room."""
     try:
-        backing.allocate(fd, had_bytes, shape.file_bytes - had_bytes)
+        with backing.executor(1) as thread:
+            more_bytes = shape.file_bytes - had_bytes
+            thread.submit(os.posix_fallocate, fd, had_bytes, more_bytes).result()
     except OSError as error:
         os.ftruncate(fd, had_bytes)
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
-            raise _no_room(path, shape, had_bytes) from error
+            _require_room(path, shape, had_bytes, full=True)
         raise
 
 
 def _cut_slabs(fd: int, shape: TableShape, wanted: TableShape) -> bool:
     """Remove the slabs that reach beyond a new end. False if the table contradicts itself."""
-    mapping = mmap.mmap(fd, shape.table_bytes)
-    table = PoolTable(np.frombuffer(mapping, dtype=np.uint8), shape)
+    table = PoolTable(np.frombuffer(mmap.mmap(fd, shape.table_bytes), dtype=np.uint8), shape)
     slabs = table.slabs()
-    if slabs is None:
-        return False
-    for slab in slabs:
+    for slab in slabs or ():
         if not plausible(slab, wanted):
             table.remove_slab(slab.entry)
-    return True
+    return slabs is not None

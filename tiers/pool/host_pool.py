@@ -1,20 +1,16 @@
 """The host pool: slots of fixed sizes in one named shared mapping that outlives its process.
 
-Owns the file behind the mapping, the lock that makes one process its owner, which ranges of it
-are allocated, and what the file records about that (`table.py`). Does not own the contents of
-slots, nor when one may be freed: the engine frees a slot only when no copy runs on it.
+Owns which ranges of the file (`file.py`) are allocated, and recording that (`table.py`). Does not
+own the contents of slots, nor when one may be freed: the engine frees a slot only when no copy runs
+on it. `<path>` is the memory, `<path>.lock` the record of its owner (`lock.py`).
 
 Slots of one size form a class. Classes allocate *slabs* from the pool, runs of slots of one size; a
 slab whose last slot is freed returns to the pool and can serve another class. `allocate` and `free`
 are O(1), except for the first and last slot of a slab, which search the list of free extents.
 
-A slot is allocated, filled, sealed, touched at each use, and freed. When a process opens a pool
-whose owner died, or closed it with `keep`, sealed slots stay allocated and `recovered` lists them;
-all others are free. The pool is resized as wanted; slots beyond a new end are lost. A file of
-another version or boot, or one that contradicts itself, is replaced by an empty one, and `emptied`
-says why.
-
-Files: `<path>` is the memory, `<path>.lock` the record of its owner (`lock.py`).
+A slot is allocated, filled, sealed, touched at each use, and freed. When a pool is opened again,
+sealed slots stay allocated and `recovered` lists them; all others are free. Slots beyond a new end
+are lost. A file of another version or boot, or one that contradicts itself, is replaced.
 
 Invariants: slots never overlap and start on a page; all of the file is backed by memory before the
 pool is handed out, so a full file system is an error at start and never a SIGBUS; a file without an
@@ -24,6 +20,7 @@ owner's record beside it is never removed. One thread, except for `populate`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from typing import TYPE_CHECKING, Final
 
@@ -51,7 +48,7 @@ from tiers.pool.lock import (
 )
 from tiers.pool.numa import Placement
 from tiers.pool.slabs import Extents, PoolStats, Slab, SlotClass
-from tiers.pool.table import PAGE_BYTES, TAG_BYTES, PoolTable, SealedSlots, SlabEntry
+from tiers.pool.table import PAGE_BYTES, TAG_BYTES, PoolTable, SealedSlots
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -93,8 +90,8 @@ class HostPool:
         self._records = Extents(shape.records_max)
         self._entries = list(range(shape.slabs_max - 1, -1, -1))
         self._classes: dict[int, SlotClass] = {}
-        self._next_class_id = 0
-        self._class_ids: dict[int, int] = {}
+        self._by_slot_bytes: dict[int, SlotClass] = {}
+        self._class_ids = itertools.count()
         self._slab_bytes = 0
         self._sequence = 1
         # Every allocated slot, and its slab: only these can be freed.
@@ -112,17 +109,13 @@ class HostPool:
     ) -> HostPool:
         """Become the owner of the pool at `path`, `size_bytes` large.
 
-        Args:
-            path: the file; its directory exists, and should be on a tmpfs (/dev/shm).
-            size_bytes: rounded down to whole pages. The table adds 0.2 %, at least 512 KiB.
-            prefault: map all pages of a new file now (about 0.25 s per GiB) instead of at first
-                use. A file that is taken over is mapped by `populate`, any time later.
-            threads: number of threads that map a new file.
-            placement: NUMA nodes for new pages; settled here. Existing pages do not move.
+        Its directory exists, and should be on a tmpfs (/dev/shm). The size is rounded down to whole
+        pages; the table adds 0.2 %, at least 512 KiB. `prefault` maps all pages of a new file now,
+        in some `threads` (about 0.25 s per GiB), instead of at first use; a file that is taken over
+        is mapped by `populate`. `placement` has the NUMA nodes for new pages, and is settled here.
 
-        Raises:
-            PoolError: another process owns it, the file system has no room, or the file is not
-                ours. The message names the remedy.
+        Raises `PoolError` with the remedy if another process owns it, the file system has no room,
+        or the file is not ours.
         """
         size_bytes -= size_bytes % PAGE_BYTES
         if size_bytes <= 0:
@@ -191,25 +184,20 @@ class HostPool:
         taken = {slab.entry for slab in slabs}
         self._entries = [entry for entry in self._entries if entry not in taken]
         sealed = set(self.recovered.offsets.tolist())
-        for found in slabs:
-            self._recover_slab(found, sealed)
+        for slab in slabs:
+            slab.fresh = slab.slots
+            self._slab_bytes += slab.size_bytes
+            for offset in range(slab.base, slab.base + slab.size_bytes, slab.slot_bytes):
+                if offset in sealed:
+                    self._allocated[offset] = slab
+                    slab.used += 1
+                else:
+                    slab.freed.append(offset)
+                    self._table.free_slot(slab.record_of(offset))
+            self._classes[self.register_class(slab.slot_bytes)].add(slab)
+            if not slab.used:
+                self._remove_slab(slab)
         return True
-
-    def _recover_slab(self, found: SlabEntry, sealed: set[int]) -> None:
-        slot_class = self._classes[self.register_class(found.slot_bytes)]
-        slab = Slab(found.base, found.slots, slot_class, found.entry, found.first_record)
-        slab.fresh = found.slots
-        self._slab_bytes += slab.size_bytes
-        for offset in range(found.base, found.base + slab.size_bytes, found.slot_bytes):
-            if offset in sealed:
-                self._allocated[offset] = slab
-                slab.used += 1
-            else:
-                slab.freed.append(offset)
-                self._table.free_slot(slab.record_of(offset))
-        slot_class.add(slab)
-        if not slab.used:
-            self._remove_slab(slab)
 
     @property
     def memory(self) -> Bytes:
@@ -229,24 +217,23 @@ class HostPool:
                 f"slot_bytes={slot_bytes}: the pool has {self.size_bytes} bytes; "
                 "raise host.size or lower chunk_tokens"
             )
-        known = self._class_ids.get(rounded)
+        known = self._by_slot_bytes.get(rounded)
         if known is not None:
-            return known
+            return known.class_id
         if len(self._classes) == CLASSES_MAX:
             raise PoolError(
                 f"slot_bytes={slot_bytes}: the pool has CLASSES_MAX={CLASSES_MAX} slot sizes "
                 "already; stop engines whose sizes are not needed"
             )
-        class_id = self._class_ids[rounded] = self._next_class_id
-        self._next_class_id += 1
-        self._classes[class_id] = SlotClass(class_id, rounded)
-        return class_id
+        added = SlotClass(next(self._class_ids), rounded)
+        self._classes[added.class_id] = self._by_slot_bytes[rounded] = added
+        return added.class_id
 
     def keep_classes(self, class_ids: Collection[int]) -> None:
         """Forget all other classes that have no slab. Ids are not reused."""
         for slot_class in list(self._classes.values()):
             if not slot_class.slabs and slot_class.class_id not in class_ids:
-                del self._classes[slot_class.class_id], self._class_ids[slot_class.slot_bytes]
+                del self._classes[slot_class.class_id], self._by_slot_bytes[slot_class.slot_bytes]
 
     def allocate(self, class_id: int) -> int | None:
         """Offset in bytes of a free slot of a class, its contents undefined; None without one."""
@@ -293,7 +280,7 @@ class HostPool:
         slab = self._slab_of(offset)
         self._table.free_slot(slab.record_of(offset))
         del self._allocated[offset]
-        slot_class = slab.slot_class
+        slot_class = self._by_slot_bytes[slab.slot_bytes]
         slab.freed.append(offset)
         slab.used -= 1
         slot_class.used -= 1
@@ -304,7 +291,7 @@ class HostPool:
 
     def class_of(self, offset: int) -> int:
         """Class of an allocated slot. Raises `PoolError` for any other."""
-        return self._slab_of(offset).slot_class.class_id
+        return self._by_slot_bytes[self._slab_of(offset).slot_bytes].class_id
 
     def slot_bytes(self, class_id: int) -> int:
         """Bytes of one slot of a class."""
@@ -374,17 +361,15 @@ class HostPool:
             self._records.give(first_record + slots, records - slots)
         if found is None:
             return None
-        slab = Slab(base, slots, slot_class, self._entries.pop(), first_record)
-        self._table.add_slab(
-            SlabEntry(slab.entry, base, slot_class.slot_bytes, slots, first_record)
-        )
+        slab = Slab(self._entries.pop(), base, slot_class.slot_bytes, slots, first_record)
+        self._table.add_slab(slab)
         slot_class.add(slab)
         self._slab_bytes += slab.size_bytes
         return slab
 
     def _remove_slab(self, slab: Slab) -> None:
         self._table.remove_slab(slab.entry)
-        slab.slot_class.remove(slab)
+        self._by_slot_bytes[slab.slot_bytes].remove(slab)
         self._slab_bytes -= slab.size_bytes
         self._entries.append(slab.entry)
         self._records.give(slab.first_record, slab.slots)

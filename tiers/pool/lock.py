@@ -2,8 +2,7 @@
 
 Owns `<pool>.lock`. The owner of a pool holds it locked (flock: the kernel drops the lock when the
 owner and all that it forked are dead, also across pid namespaces). Its content names that process
-by pid, start time and boot, so a reused pid is not mistaken for the owner. Also owns the test
-whether a file could be created.
+by pid, start time and boot, so a reused pid is not mistaken for the owner.
 
 Invariants: a pool file without such a record beside it is not ours; a record is replaced by one
 write of constant length, so an owner killed at any moment leaves the old one or the new one;
@@ -27,7 +26,7 @@ from typing import TYPE_CHECKING, Final
 from tiers.errors import PoolError
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
 BOOT_ID_BYTES: Final = 16
 LOCK_ATTEMPTS_MAX: Final = 200
@@ -39,13 +38,13 @@ _LOCK_FLAGS: Final = os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 _RECORD: Final = re.compile(
     rb"kvlake pool of pid (\d{1,10})(?: started (\d{1,20}) boot ([0-9a-f]{32}))?\s*"
 )
-_NO_UNNAMED_FILES: Final = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
 
 
 def try_lock(fd: int) -> bool:
     """Lock an open file for this process; False if another process holds the lock."""
     for _ in range(LOCK_ATTEMPTS_MAX):
-        if _flock(fd, fcntl.LOCK_EX):
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         if is_locked(fd):
             return False
@@ -56,42 +55,26 @@ def try_lock(fd: int) -> bool:
 
 def is_locked(fd: int) -> bool:
     """Whether another process holds an open file's lock."""
-    if not _flock(fd, fcntl.LOCK_SH):
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
         return True
     fcntl.flock(fd, fcntl.LOCK_UN)
     return False
 
 
-def _flock(fd: int, operation: int) -> bool:
-    try:
-        fcntl.flock(fd, operation | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def require_creatable(path: Path, *, directory: bool = False) -> None:
     """Raise the `OSError` that creating a file, or a directory, would raise. Creates none."""
+    parent = path.parent
     try:
-        _try_to_create(path.parent, directory=directory)
-    except OSError as error:
-        code = error.errno or errno.EIO
-        raise OSError(code, os.strerror(code), str(path)) from error
-
-
-def _try_to_create(parent: Path, *, directory: bool) -> None:
-    try:
-        # A file without a name: nobody sees it, and closing it removes it.
-        os.close(os.open(parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
-    except OSError as error:
-        if error.errno not in _NO_UNNAMED_FILES:
-            raise
         if directory:
             Path(tempfile.mkdtemp(prefix=".kvlake-", dir=parent)).rmdir()
         else:
-            fd, name = tempfile.mkstemp(prefix=".kvlake-", dir=parent)
-            os.close(fd)
-            Path(name).unlink()
+            # A file without a name where there are such: closing it removes it.
+            tempfile.TemporaryFile(prefix=".kvlake-", dir=parent).close()
+    except OSError as error:
+        code = error.errno or errno.EIO
+        raise OSError(code, os.strerror(code), str(path)) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +154,18 @@ def write_owner(lock_fd: int, owner: Owner) -> None:
 def take_lock(lock_path: Path) -> int:
     """Open and lock a record. Raises `PoolError` if another process has it."""
     with _as_pool_errors(lock_path):
-        return _lock(lock_path)
+        for _ in range(_OWNER_CHANGES_MAX):
+            lock_fd = os.open(lock_path, _LOCK_FLAGS | os.O_CREAT, 0o600)
+            try:
+                _require_free(lock_path, lock_fd, lambda fd: not try_lock(fd))
+            except BaseException:
+                os.close(lock_fd)
+                raise
+            # An owner that closed meanwhile removed the file that we have just locked.
+            if _is_at(lock_path, lock_fd):
+                return lock_fd
+            os.close(lock_fd)
+        raise PoolError(f"pool is in use: {lock_path} changed owners {_OWNER_CHANGES_MAX} times")
 
 
 def check_lock(lock_path: Path) -> Owner | None:
@@ -183,10 +177,7 @@ def check_lock(lock_path: Path) -> Owner | None:
             require_creatable(lock_path)
             return None
         try:
-            _require_ours(os.fstat(lock_fd))
-            _require_free(lock_path, lock_fd, locked=is_locked(lock_fd))
-            _require_record(lock_fd)
-            return owner_of(lock_fd)
+            return _require_free(lock_path, lock_fd, is_locked)
         finally:
             os.close(lock_fd)
 
@@ -206,31 +197,9 @@ def _as_pool_errors(lock_path: Path) -> Generator[None]:
         ) from error
 
 
-def _lock(lock_path: Path) -> int:
-    for _ in range(_OWNER_CHANGES_MAX):
-        lock_fd = os.open(lock_path, _LOCK_FLAGS | os.O_CREAT, 0o600)
-        try:
-            _require_ours(os.fstat(lock_fd))
-            _require_free(lock_path, lock_fd, locked=not try_lock(lock_fd))
-            # An owner that closed meanwhile removed the file that we have just locked.
-            if os.path.samestat(os.fstat(lock_fd), os.stat(lock_path)):
-                _require_record(lock_fd)
-                return lock_fd
-        except FileNotFoundError:
-            pass
-        except BaseException:
-            os.close(lock_fd)
-            raise
-        os.close(lock_fd)
-    raise PoolError(f"pool is in use: {lock_path} changed owners {_OWNER_CHANGES_MAX} times")
-
-
-def _require_record(lock_fd: int) -> None:
-    if os.fstat(lock_fd).st_size and owner_of(lock_fd) is None:
-        raise FileExistsError(errno.EEXIST, "it is no owner's record")
-
-
-def _require_ours(found: os.stat_result) -> None:
+def _require_free(lock_path: Path, lock_fd: int, locked: Callable[[int], bool]) -> Owner | None:
+    """The owner in a record of ours that nobody else has locked. Raises `PoolError`, `OSError`."""
+    found = os.fstat(lock_fd)
     # In a directory such as /dev/shm any user can create a file of this name first, and could then
     # read and replace the record, and keep the lock.
     if not stat.S_ISREG(found.st_mode):
@@ -239,12 +208,11 @@ def _require_ours(found: os.stat_result) -> None:
         raise FileExistsError(
             errno.EEXIST, f"it belongs to uid {found.st_uid}, not to uid {os.geteuid()}"
         )
-
-
-def _require_free(lock_path: Path, lock_fd: int, *, locked: bool) -> None:
-    if not locked:
-        return
-    owner = owner_of(lock_fd)
+    is_held, owner = locked(lock_fd), owner_of(lock_fd)
+    if not is_held:
+        if owner is None and os.fstat(lock_fd).st_size:
+            raise FileExistsError(errno.EEXIST, "it is no owner's record")
+        return owner
     who = f"process {owner.pid}" if owner is not None and owner.pid else "an unknown process"
     if owner is not None and owner.pid and not owner.alive:
         # Then a process that it forked holds the lock, or it runs in another pid namespace.
@@ -255,13 +223,10 @@ def _require_free(lock_path: Path, lock_fd: int, *, locked: bool) -> None:
     )
 
 
-def holds(lock_fd: int, path: Path) -> bool:
-    """Whether the record beside a pool is the one that the caller has locked.
-
-    If somebody removed it, another process may have created and locked a new one.
-    """
+def _is_at(lock_path: Path, lock_fd: int) -> bool:
+    """Whether an open record was not removed. Another process may have made a new one since."""
     try:
-        return os.path.samestat(os.fstat(lock_fd), os.stat(lock_path_of(path)))
+        return os.path.samestat(os.fstat(lock_fd), os.stat(lock_path))
     except FileNotFoundError:
         return False
 
@@ -271,6 +236,6 @@ def remove_files(path: Path, lock_fd: int) -> None:
 
     Files of another owner, who took over after the record was removed, stay.
     """
-    if holds(lock_fd, path):
+    if _is_at(lock_path_of(path), lock_fd):
         path.unlink(missing_ok=True)
         lock_path_of(path).unlink(missing_ok=True)

@@ -1,15 +1,11 @@
 """The NUMA nodes of host memory: chosen, requested and sampled.
 
 Owns the choice (the nodes of this machine's GPUs, as the kernel and NVIDIA's driver report them,
-without CUDA) and the system calls, through ctypes since libnuma has no well-kept binding. Does not
-own memory.
+without CUDA) and the system calls, through ctypes since libnuma has no well-kept binding.
 
 Nodes are preferred, not enforced: when a node is full, a strict policy ends processes (the OOM
-killer) instead of using another node. Several nodes are interleaved: one sidecar serves the GPUs of
-all sockets, and each copy engine then finds its share near.
-
-The policy is a thread's own (set_mempolicy), so nothing has to be restored: the threads that
-allocate the pages end.
+killer) instead of using another node. Several nodes are interleaved, for the GPUs of all sockets.
+The policy is a thread's own (set_mempolicy): it ends with the threads that allocate the pages.
 
 Invariants: the policy is set before the first page is allocated, since it moves no page; a setting
 that names nodes is followed or refused, `auto` is followed or gives a reason.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,30 +38,27 @@ class PoolStats:
         return self.size_bytes - self.used_bytes
 
 
+@dataclass(slots=True, eq=False)
 class Slab:
-    """A run of equal slots. `fresh` counts used slots before the first one never used.
+    """A run of equal slots. The first five fields are in the pool's file, too.
 
     `entry` is its index in the pool's table, `first_record` the record of its first slot there.
+    `fresh` counts used slots before the first one never used.
     """
 
-    __slots__ = ("base", "entry", "first_record", "freed", "fresh", "slot_class", "slots", "used")
-
-    def __init__(
-        self, base: int, slots: int, slot_class: SlotClass, entry: int, first_record: int
-    ) -> None:
-        self.base = base
-        self.slots = slots
-        self.slot_class = slot_class
-        self.entry = entry
-        self.first_record = first_record
-        self.used = 0
-        self.fresh = 0
-        self.freed: list[int] = []
+    entry: int
+    base: int
+    slot_bytes: int
+    slots: int
+    first_record: int
+    used: int = 0
+    fresh: int = 0
+    freed: list[int] = field(default_factory=list[int])
 
     @property
     def size_bytes(self) -> int:
         """All of its slots."""
-        return self.slots * self.slot_class.slot_bytes
+        return self.slots * self.slot_bytes
 
     def take(self) -> int:
         """The offset of a free slot; there must be one."""
@@ -69,26 +66,24 @@ class Slab:
         if self.freed:
             return self.freed.pop()
         self.fresh += 1
-        return self.base + (self.fresh - 1) * self.slot_class.slot_bytes
+        return self.base + (self.fresh - 1) * self.slot_bytes
 
     def record_of(self, offset: int) -> int:
         """The record of one of its slots."""
-        return self.first_record + (offset - self.base) // self.slot_class.slot_bytes
+        return self.first_record + (offset - self.base) // self.slot_bytes
 
 
+@dataclass(slots=True, eq=False)
 class SlotClass:
     """Slots of one size. `open` are its slabs with free slots, by the time that they got one."""
 
-    __slots__ = ("class_id", "open", "slabs", "slot_bytes", "slots", "used")
-
-    def __init__(self, class_id: int, slot_bytes: int) -> None:
-        self.class_id = class_id
-        self.slot_bytes = slot_bytes
-        # OrderedDict finds its first entry in O(1); a dict scans entries deleted before it.
-        self.open: OrderedDict[int, Slab] = OrderedDict()
-        self.slabs = 0
-        self.slots = 0
-        self.used = 0
+    class_id: int
+    slot_bytes: int
+    # OrderedDict finds its first entry in O(1); a dict scans entries deleted before it.
+    open: OrderedDict[int, Slab] = field(default_factory=OrderedDict[int, Slab])
+    slabs: int = 0
+    slots: int = 0
+    used: int = 0
 
     def add(self, slab: Slab) -> None:
         """Add a slab."""

@@ -9,9 +9,8 @@ Owns the format. A file is the table, then the slots; all numbers are little-end
 
 Does not own allocation (`host_pool.py`), nor the contents of slots (`kv/slot_image.py`).
 
-A process killed between any two instructions leaves a readable table: it lives in shared memory,
-which has all stores of a dead process in program order. (Power loss does not matter: the file is in
-memory, and the boot id tells.) Hence the invariants:
+A process killed between any two instructions leaves a readable table: shared memory has all stores
+of a dead process in program order. Hence the invariants:
 
 * A change is committed by one aligned store of eight bytes: the superblock's magic, a slab's
   checksum, a record's state. Everything that it commits was written before.
@@ -30,6 +29,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import xxhash
+
+from tiers.pool.slabs import Slab
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -105,17 +106,6 @@ class TableShape:
 
 
 @dataclass(frozen=True, slots=True)
-class SlabEntry:
-    """One slab in the file."""
-
-    entry: int
-    base: int
-    slot_bytes: int
-    slots: int
-    first_record: int
-
-
-@dataclass(frozen=True, slots=True)
 class SealedSlots:
     """Slots that are sealed according to a file, in columns: one row for each slot."""
 
@@ -145,7 +135,7 @@ class PoolTable:
         self.shape = shape
         slabs_end = PAGE_BYTES + shape.slabs_max * _ENTRY_BYTES
         records_end = slabs_end + shape.records_max * _ENTRY_BYTES
-        self._superblock = file[:PAGE_BYTES]
+        self._file = file
         slabs = file[PAGE_BYTES:slabs_end]
         self._slabs: npt.NDArray[np.uint64] = slabs.view("<u8").reshape(-1, 4)
         self._slab_counts: npt.NDArray[np.uint32] = slabs.view("<u4").reshape(-1, 8)
@@ -154,18 +144,14 @@ class PoolTable:
         self._states, self._used = words[:, 0], words[:, 1]
         self._tags = records.reshape(-1, _ENTRY_BYTES)[:, 16:]
 
-    # --- the superblock ------------------------------------------------------------------------
-
     def format(self, boot_id: bytes) -> None:
         """Make the zeros of a new file an empty table."""
         page = np.frombuffer(superblock(self.shape, boot_id), dtype=np.uint8)
-        self._superblock[8 : len(page)] = page[8:]
+        self._file[8 : len(page)] = page[8:]
         # Commits it.
-        self._superblock[:8].view("<u8")[0] = _MAGIC
+        self._file[:8].view("<u8")[0] = _MAGIC
 
-    # --- slabs ---------------------------------------------------------------------------------
-
-    def add_slab(self, slab: SlabEntry) -> None:
+    def add_slab(self, slab: Slab) -> None:
         """Write an unused entry; its slots' records are all free afterwards."""
         first, last = slab.first_record, slab.first_record + slab.slots
         self._states[first:last] = FREE
@@ -178,19 +164,16 @@ class PoolTable:
         """Make an entry unused."""
         self._slabs[entry, 0] = 0
 
-    def slabs(self) -> list[SlabEntry] | None:
+    def slabs(self) -> list[Slab] | None:
         """Every slab; None if an entry is damaged or exceeds the pool. Slabs may overlap."""
-        found: list[SlabEntry] = []
+        found: list[Slab] = []
         for entry in np.flatnonzero(self._slabs[:, 0]):
-            check, base, slot_bytes = (int(word) for word in self._slabs[entry, :3])
-            slots, first_record = (int(count) for count in self._slab_counts[entry, 6:])
-            slab = SlabEntry(int(entry), base, slot_bytes, slots, first_record)
+            check, base, slot_bytes = self._slabs[entry, :3].tolist()
+            slab = Slab(int(entry), base, slot_bytes, *self._slab_counts[entry, 6:].tolist())
             if check != _slab_check(slab) or not plausible(slab, self.shape):
                 return None
             found.append(slab)
         return found
-
-    # --- records -------------------------------------------------------------------------------
 
     def open_slot(self, record: int) -> None:
         """The slot is allocated, incomplete and without a tag; its bytes may change."""
@@ -218,8 +201,8 @@ class PoolTable:
         """Whether the slot is allocated and not sealed."""
         return bool(self._states[record] == OPEN)
 
-    def sealed(self, slabs: list[SlabEntry]) -> SealedSlots:
-        """The sealed slots of these slabs, whose numbers were checked. Vectorised."""
+    def sealed(self, slabs: list[Slab]) -> SealedSlots:
+        """The sealed slots of these slabs, whose numbers were checked."""
         if not slabs:
             return SealedSlots.none()
         counts = np.array([slab.slots for slab in slabs])
@@ -239,7 +222,7 @@ class PoolTable:
         )
 
 
-def plausible(slab: SlabEntry, shape: TableShape) -> bool:
+def plausible(slab: Slab, shape: TableShape) -> bool:
     """Whether an entry is valid by itself: its slots and records are within the pool."""
     return (
         slab.slots > 0
@@ -252,17 +235,9 @@ def plausible(slab: SlabEntry, shape: TableShape) -> bool:
 
 def superblock(shape: TableShape, boot_id: bytes) -> bytes:
     """The first bytes of a file with this table."""
-    body = struct.pack(
-        "<IIQQQ16s",
-        VERSION,
-        _ENTRY_BYTES,
-        shape.size_bytes,
-        shape.slabs_max,
-        shape.records_max,
-        boot_id,
-    )
-    check = xxhash.xxh3_64_intdigest(body)
-    return _MAGIC.to_bytes(8, "little") + body + check.to_bytes(8, "little")
+    sizes = shape.size_bytes, shape.slabs_max, shape.records_max
+    page = _SUPERBLOCK.pack(_MAGIC, VERSION, _ENTRY_BYTES, *sizes, boot_id, 0)
+    return page[:-8] + xxhash.xxh3_64_intdigest(page[8:-8]).to_bytes(8, "little")
 
 
 def read_superblock(page: bytes, file_bytes: int, boot_id: bytes) -> TableShape | str:
@@ -295,7 +270,7 @@ def read_superblock(page: bytes, file_bytes: int, boot_id: bytes) -> TableShape 
     return shape
 
 
-def _slab_check(slab: SlabEntry) -> int:
+def _slab_check(slab: Slab) -> int:
     fields = struct.pack("<QQII", slab.base, slab.slot_bytes, slab.slots, slab.first_record)
     # Never zero, which says that an entry is unused.
     return xxhash.xxh3_64_intdigest(fields) | 1
