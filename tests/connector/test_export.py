@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from connector.export import ExportedMemory, ExportRefused, GroupTensors, MemfdAllocation, export
 from tests.mappings import flags_of, sizes_of
+from tests.offsets import offset_of
 from tiers.errors import LayoutError
 from tiers.kv.layout import Segment
 from tiers.kv.memfd import check_sealed
@@ -46,7 +47,7 @@ def check_shared(memory: ExportedMemory, caches: dict[str, torch.Tensor]) -> Non
         for block, head, token in ((0, 0, 0), (BLOCKS - 1, HEADS - 1, TOKENS - 1), (2, 1, 7)):
             values = torch.arange(CONTENT, dtype=torch.int16) + 100 * layer + block
             tensor[block, head, token] = values.view(DTYPE)
-            offset = memory.layout.offset(layer, block, head, token)
+            offset = offset_of(memory.layout, layer, block, head, token)
             piece = seen[offset : offset + 2 * CONTENT].view(np.int16)
             assert piece.tolist() == values.tolist()
             # And the other way: what a load writes is what the engine reads.
@@ -156,7 +157,7 @@ def test_groups_that_lie_over_each_other() -> None:
     assert memory.layouts[1].block_tokens == 24
     assert memory.layouts[1].size_bytes == memory.layout.size_bytes
     over[1][3, 0, 23] = 1.0
-    place = memory.layouts[1].offset(1, 3, 0, 23)
+    place = offset_of(memory.layouts[1], 1, 3, 0, 23)
     assert (
         through(memory)[place : place + 2 * CONTENT].view(np.int16).tolist() == [0x3F80] * CONTENT
     )

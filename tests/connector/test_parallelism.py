@@ -22,6 +22,7 @@ from connector.identity.namespace import encoding_of, namespace_of
 from connector.identity.parallelism import ParallelLayout, Place
 from connector.identity.profile import EngineProfile
 from sidecar.protocol import Role
+from tests.offsets import offset_of
 from tiers.errors import LayoutError
 from tiers.kv.layout import Segment
 
@@ -236,8 +237,8 @@ def test_mla_is_exported_with_or_without_an_axis_of_heads(squeezed: bool) -> Non
     assert memory.layout.content_bytes == 2 * LATENT
     assert memory.layout.block_tokens == BLOCK_TOKENS
     views[1][2, 0, 3] = torch.arange(LATENT).to(torch.bfloat16)
-    start = memory.layout.offset(1, 2, 0, 3)
+    start = offset_of(memory.layout, 1, 2, 0, 3)
     held = raw[start : start + 2 * LATENT].view(torch.bfloat16)
     assert torch.equal(held, views[1][2, 0, 3])
-    assert memory.layout.offset(1, 0, 0, 0) == BLOCKS * page_bytes
+    assert offset_of(memory.layout, 1, 0, 0, 0) == BLOCKS * page_bytes
     memory.close()

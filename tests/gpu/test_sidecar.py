@@ -24,7 +24,7 @@ from tests.sidecar.client import Worker, key_of
 pytest.importorskip("cuda.bindings.driver")
 
 SETUP = """
-from tests.gpu.worker import Rank, share, Device
+from tests.gpu.worker import Rank, share, Device, offset_of
 """
 CONTROL_ROUNDS_MAX = 50_000
 """The first round that is torn is the last."""
@@ -187,7 +187,7 @@ def _loaded_while_it_was_read(rank: Child, rounds: int, *, gated: bool) -> int:
             "    rank.paint(2, value)\n"
             "    for layer in range(lay.segment.num_layers):\n"
             "        call('cuMemcpyDtoHAsync', seen.ctypes.data + layer * size,\n"
-            "             rank.base + lay.offset(layer, 2, 0, 0), size, rank.gpu.stream)\n"
+            "             rank.base + offset_of(lay, layer, 2, 0, 0), size, rank.gpu.stream)\n"
             "    assert rank.load(round + 1, b'k' * 32, [2])\n"
             "    rank.gpu.read(rank.base, 1)\n"
             "    torn += set(seen[: size * lay.segment.num_layers].tolist()) != {value}\n"

@@ -7,6 +7,7 @@ import torch
 
 from tests.gpu.layouts import ORDERS, layout_in
 from tests.gpu.real import caches
+from tests.offsets import offset_of
 from tiers.kv.layout import KVLayout
 
 
@@ -25,7 +26,7 @@ def _block(whole: bytes, layout: KVLayout, block: int) -> bytes:
         for layer in range(layout.segment.num_layers)
         for head in range(layout.segment.num_heads)
         for token in range(layout.block_tokens)
-        for place in [layout.offset(layer, block, head, token)]
+        for place in [offset_of(layout, layer, block, head, token)]
     )
 
 

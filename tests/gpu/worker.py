@@ -16,6 +16,7 @@ from connector.export import ExportedMemory, GroupTensors, export
 from connector.worker import SleepMode
 from tests.gpu.device import Device, call
 from tests.gpu.steps import Steps
+from tests.offsets import offset_of
 from tiers.kv.layout import KVLayout
 
 
@@ -74,7 +75,7 @@ class DriverCache:
     def _places(self, block: int) -> list[int]:
         layout = self.layout
         return [
-            layout.offset(layer, block, head, token)
+            offset_of(layout, layer, block, head, token)
             for layer in range(layout.segment.num_layers)
             for head in range(layout.segment.num_heads)
             for token in range(layout.block_tokens)
@@ -102,7 +103,7 @@ class DriverCache:
         layout = self.layout
         block_bytes = layout.segment.num_heads * layout.block_tokens * layout.content_bytes
         for layer in range(layout.segment.num_layers):
-            place = self.base + layout.offset(layer, block, 0, 0)
+            place = self.base + offset_of(layout, layer, block, 0, 0)
             self.gpu.fill(place, value, block_bytes)
 
 

@@ -54,6 +54,7 @@ from sidecar.protocol import (
     StoreJob,
     Submit,
 )
+from tests.offsets import offset_of
 from tiers.kv.fence import WorkerFence
 from tiers.kv.index import IndexReader, tags_of
 from tiers.kv.layout import KVLayout, Segment
@@ -273,7 +274,7 @@ class Worker(Client):
         for layer in range(self.layout.segment.num_layers):
             for head in range(self.layout.segment.num_heads):
                 for token in range(self.layout.block_tokens):
-                    start = self.layout.offset(layer, block, head, token)
+                    start = offset_of(self.layout, layer, block, head, token)
                     yield slice(start, start + self.layout.content_bytes)
 
     def read(self, block: int) -> bytes:

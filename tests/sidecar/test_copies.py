@@ -24,6 +24,7 @@ from sidecar.data.copy_queue import CopyGroup
 from sidecar.protocol import Role
 from sidecar.sessions.worker_memory import HostMapping
 from tests import places
+from tests.offsets import offset_of
 from tests.sidecar.bench import LAYOUT, Bench, until
 from tests.sidecar.client import attach_message, key_of
 from tiers.kv.fence import PAGE_BYTES
@@ -53,7 +54,7 @@ async def test_gathered_slots_verify_and_scatter_back(bench: Bench) -> None:
         work.add(bench.group(Scatter(9, 1, 2, 0, 1, 0, 0, key_of(0), (10, 11, 12), 4, 1)))
         assert (await bench.wait(3))[9] is CopyOutcome.OK
         for source, target in ((1, 10), (2, 11), (3, 12)):
-            places = [LAYOUT.offset(2, block, 3, 15) for block in (source, target)]
+            places = [offset_of(LAYOUT, 2, block, 3, 15) for block in (source, target)]
             first, second = (bench.bytes[place : place + 64] for place in places)
             assert np.array_equal(first, second)
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.offsets import offset_of
 from tiers.errors import LayoutError
 from tiers.kv.copy import CopyPlan
 from tiers.kv.layout import KVLayout, Segment
@@ -101,7 +102,7 @@ def test_layers_at_odd_offsets_are_copied_coordinate_by_coordinate(
             for layer in range(len(offsets))
             for head in range(2)
             for token in range(3)
-            for start in [kv.offset(layer, block, head, token)]
+            for start in [offset_of(kv, layer, block, head, token)]
         ]
     )
     payload = np.zeros_like(expected)

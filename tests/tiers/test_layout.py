@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.offsets import offset_of
 from tiers.errors import LayoutError
 from tiers.kv.layout import LAYERS_MAX, ChunkLayout, KVLayout, Segment, head_segment
 
@@ -53,7 +54,7 @@ def test_offset_is_where_torch_finds_the_element(cache: Cache, data: st.DataObje
     head = data.draw(st.integers(0, kv.segment.num_heads - 1))
     token = data.draw(st.integers(0, kv.block_tokens - 1))
     element = cache.views[layer][block, head, token]
-    assert kv.offset(layer, block, head, token) == element.data_ptr() - cache.raw.data_ptr()
+    assert offset_of(kv, layer, block, head, token) == element.data_ptr() - cache.raw.data_ptr()
     assert kv.content_bytes == element.numel() * element.element_size()
 
 
@@ -181,17 +182,7 @@ def test_the_largest_layout_that_a_peer_may_send_is_checked() -> None:
         layer_offsets_bytes=offsets,
         num_blocks=16,
     )
-    assert kv.offset(LAYERS_MAX - 1, 15, 3, 15) == offsets[-1] + 15 * 4096 + 3 * 1024 + 15 * 64
-
-
-@pytest.mark.parametrize(
-    "coordinate", [(2, 0, 0, 0), (0, 8, 0, 0), (0, 0, 4, 0), (0, 0, 0, 16), (-1, 0, 0, 0)]
-)
-def test_a_coordinate_outside_the_layout_has_no_offset(
-    coordinate: tuple[int, int, int, int],
-) -> None:
-    with pytest.raises(LayoutError, match="must be between"):
-        KV.offset(*coordinate)
+    assert offset_of(kv, LAYERS_MAX - 1, 15, 3, 15) == offsets[-1] + 15 * 4096 + 3 * 1024 + 15 * 64
 
 
 VIEW = (0, (8, 4, 16, 32), (4096, 1024, 64, 2))
@@ -257,9 +248,7 @@ def test_a_state_is_one_entry_for_all_tokens_of_its_block() -> None:
     chunk = state.chunk(4)
     assert chunk.shape(3) == (3, 2, 4, 1, 32)
     assert chunk.payload_bytes(4) * 16 == CHUNK.payload_bytes(4)
-    assert state.offset(1, 2, 3, 0) == KV.offset(1, 2, 3, 0)
-    with pytest.raises(LayoutError, match="token=1"):
-        state.offset(1, 2, 3, 1)
+    assert offset_of(state, 1, 2, 3, 0) == offset_of(KV, 1, 2, 3, 0)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=KVLayout) == state
 
 

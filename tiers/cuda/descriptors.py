@@ -34,9 +34,6 @@ class Descriptors:
     host: Addresses
     sizes: Addresses
 
-    def __len__(self) -> int:
-        return len(self.sizes)
-
 
 def _numbered(counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], Addresses]:
     """For entries that become `counts` parts each: the entry of each part, its number there."""
@@ -73,9 +70,6 @@ class Planes:
     rows: Addresses
     width_bytes: int
     pitch_bytes: int
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def select(self, which: npt.NDArray[np.bool_]) -> Planes:
         """Some of the planes."""

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import io
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -91,17 +90,8 @@ def find_descriptor(header: bytes) -> Descriptor | None:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class Skeleton:
-    """Bytes before and after the payload, and the offset of each column's data."""
-
-    header: bytes
-    footer: bytes
-    offsets: dict[str, int]
-
-
-class _Recorder(io.RawIOBase):
-    """A sink that keeps what pyarrow writes, except the payload, and the offset of each buffer.
+class _Skeleton(io.RawIOBase):
+    """Bytes before and after the payload, and the offset of each column: what pyarrow wrote.
 
     pyarrow passes column data on as the given buffers, so an address identifies a column. The
     payload is zeros that were never accessed and costs no memory.
@@ -112,15 +102,15 @@ class _Recorder(io.RawIOBase):
         self._names = {array.ctypes.data: name for name, array in columns.items()}
         self._position = 0
         self.offsets: dict[str, int] = {}
-        self.before = bytearray()
-        self.after = bytearray()
+        self.header = bytearray()
+        self.footer = bytearray()
 
     def write(self, data: Any, /) -> int:
         name = self._names.get(data.address) if isinstance(data, pa.Buffer) else None
         if name is not None:
             self.offsets[name] = self._position
         if name != "kv":
-            (self.after if "kv" in self.offsets else self.before).extend(memoryview(data))
+            (self.footer if "kv" in self.offsets else self.header).extend(memoryview(data))
         self._position += len(data)
         return len(data)
 
@@ -131,7 +121,7 @@ class _Recorder(io.RawIOBase):
         return self._position
 
 
-def write_skeleton(layout: ChunkLayout, num_blocks: int, namespace_digest: bytes) -> Skeleton:
+def write_skeleton(layout: ChunkLayout, num_blocks: int, namespace_digest: bytes) -> _Skeleton:
     """Have pyarrow write the file twice: to find the offset of `kv`, then with the right pad."""
     first = _write(layout, num_blocks, namespace_digest, _PAD_BYTES_MIN)
     natural = first.offsets.get("kv", 0)
@@ -146,7 +136,7 @@ def write_skeleton(layout: ChunkLayout, num_blocks: int, namespace_digest: bytes
     return skeleton
 
 
-def _write(layout: ChunkLayout, num_blocks: int, namespace: bytes, pad_bytes: int) -> Skeleton:
+def _write(layout: ChunkLayout, num_blocks: int, namespace: bytes, pad_bytes: int) -> _Skeleton:
     num_tokens = num_blocks * layout.block_tokens
     shape = layout.shape(num_blocks)
     value_type = _STORAGE.get(layout.dtype) or (pa.uint16() if layout.itemsize == 2 else pa.uint8())
@@ -190,11 +180,11 @@ def _write(layout: ChunkLayout, num_blocks: int, namespace: bytes, pad_bytes: in
         [pa.field(name, kind, nullable=False) for name, (kind, _) in types.items()],
         metadata={b"kvlake": msgspec.json.encode(descriptor)},
     )
-    recorder = _Recorder(data)
+    skeleton = _Skeleton(data)
     options = pa.ipc.IpcWriteOptions(metadata_version=pa.ipc.MetadataVersion.V5)
     with (
-        pa.PythonFile(recorder, mode="w") as sink,
+        pa.PythonFile(skeleton, mode="w") as sink,
         pa.ipc.new_file(sink, schema, options=options) as writer,
     ):
         writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
-    return Skeleton(bytes(recorder.before), bytes(recorder.after), recorder.offsets)
+    return skeleton

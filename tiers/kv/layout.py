@@ -356,19 +356,6 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
             self.entry_tokens,
         )
 
-    def offset(self, layer: int, block: int, head: int, token: int) -> int:
-        """Byte offset of one coordinate, counted within the segment; `token` counts entries."""
-        _require_range("layer", layer, 0, self.segment.num_layers - 1)
-        _require_range("block", block, 0, self.num_blocks - 1)
-        _require_range("head", head, 0, self.segment.num_heads - 1)
-        _require_range("token", token, 0, self.block_entries - 1)
-        return (
-            self.layer_offsets_bytes[layer]
-            + block * self.block_stride_bytes
-            + head * self.head_stride_bytes
-            + token * self.token_stride_bytes
-        )
-
 
 def head_segment(
     num_layers: int, num_heads: int, tp_rank: int, tp_size: int, *, first_layer: int = 0

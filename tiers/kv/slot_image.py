@@ -99,8 +99,8 @@ class SlotTemplate:
         offsets = skeleton.offsets
         self.payload_offset: int = offsets["kv"]
         """One page, but more for chunks of more than about 600 tokens."""
-        self._header = skeleton.header
-        self._footer = skeleton.footer
+        self._header = bytes(skeleton.header)
+        self._footer = bytes(skeleton.footer)
         self._footer_offset = self.payload_offset + self.payload_bytes
         self.image_bytes = self._footer_offset + len(self._footer)
 

@@ -150,7 +150,6 @@ def remove_pool(path: Path) -> int:
             require_ours(path, owner_of(lock_fd))
             file_bytes = path.stat().st_size
         remove_files(path, lock_fd)
-        return file_bytes
     except PoolError:
         if not os.fstat(lock_fd).st_size:
             # Created by taking the lock: it must not vouch for a file that is not ours.
@@ -158,6 +157,7 @@ def remove_pool(path: Path) -> int:
         raise
     finally:
         os.close(lock_fd)
+    return file_bytes
 
 
 def check_pool(path: Path, size_bytes: int) -> None:

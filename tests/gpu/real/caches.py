@@ -18,6 +18,7 @@ import torch
 
 from tests.gpu.device import Device, call
 from tests.gpu.worker import DeviceTensor, DriverCache
+from tests.offsets import offset_of
 from tiers.kv.layout import KVLayout
 
 PLACES: Final = ("malloc", "interior", "vmm", "segments")
@@ -261,7 +262,7 @@ class BareCache(DriverCache):
         size_bytes = self._layer_bytes()
         for layer in range(self.layout.segment.num_layers):
             target = self._aside.ctypes.data + layer * size_bytes
-            source = self.base + self.layout.offset(layer, block, 0, 0)
+            source = self.base + offset_of(self.layout, layer, block, 0, 0)
             call("cuMemcpyDtoHAsync", target, source, size_bytes, self.gpu.stream)
 
     def seen(self) -> set[int]:

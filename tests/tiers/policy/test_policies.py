@@ -33,11 +33,6 @@ def filled(name: str, count: int) -> Policy:
     return made
 
 
-def test_unknown_name_says_which_there_are() -> None:
-    with pytest.raises(ValueError, match=r"policy='arc' is unknown: choose one of fifo, lru"):
-        policy.make("arc")
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_what_the_caller_gets_wrong_is_an_error(name: str) -> None:
     made = policy.make(name)
