@@ -237,7 +237,7 @@ def modules_of_the_connector() -> set[str]:
     (thin,) = [one for one in contracts["contracts"] if one["id"] == "connector-is-thin"]
     direct = [line.partition(" -> ")[2] for line in thin["ignore_imports"]]
     # What works the driver imports it, and loads it where it is first used.
-    names = [*direct, places.find("is_loaded").module_name]
+    names = [*direct, places.find("Driver").module_name]
     parts = [name.split(".") for name in [*names, *submodules("sidecar.protocol")]]
     return {".".join(one[:count]) for one in parts for count in range(1, len(one) + 1)}
 
@@ -272,8 +272,8 @@ class TestFound:
             "assert not torch.cuda.is_initialized(), 'CUDA was initialised'\n"
             "ours = {m for m in sys.modules if m.startswith(('sidecar', 'tiers'))}\n"
             "assert ours <= {*sys.argv[1:]}, ours - {*sys.argv[1:]}\n"
-            "from tiers.cuda.driver import is_loaded\n"
-            "assert not is_loaded(), 'the driver was loaded'\n"
+            "from tiers.cuda.driver import driver\n"
+            "assert not driver.cache_info().currsize, 'the driver was loaded'\n"
             "import connector.plugin\n"
         )
         done = subprocess.run(

@@ -10,8 +10,8 @@ Invariants: nothing is loaded before a `Driver` is made; no call here waits for 
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
-import threading
 from typing import Any, Final
 
 from tiers.cuda.errors import DeviceMissing, DriverMissing, NotSupportedHere, failure
@@ -118,19 +118,7 @@ def check(name: str, code: int) -> None:
         raise failure(name, code)
 
 
-_lock = threading.Lock()
-_driver: Driver | None = None
-
-
-def is_loaded() -> bool:
-    """Whether this process loaded the driver."""
-    return _driver is not None
-
-
+@functools.cache
 def driver() -> Driver:
     """The driver of this process. Raises `DriverMissing`; a later call tries again."""
-    global _driver
-    with _lock:
-        if _driver is None:
-            _driver = Driver()
-        return _driver
+    return Driver()

@@ -96,7 +96,7 @@ def _descriptor(cuda: Driver, base: int, ipc_error: CudaFailed) -> int:
 
 
 def _expandable_by() -> str:
-    """Which variable enables expandable segments, for the message."""
+    """What enables expandable segments."""
     found = [
         name
         for name in ALLOCATOR_VARIABLES

@@ -81,9 +81,8 @@ class CopyPlan:
     ) -> None:
         """Copy `block_ids` of `memory` (the whole exported allocation) into `payload`.
 
-        `payload` has `len(block_ids) * block_payload_bytes` bytes in C order `[blocks, layers,
-        heads, tokens, content]`. Raises `LayoutError`, having written nothing, for a wrong size or
-        block id.
+        `payload` is in C order `[blocks, layers, heads, tokens, content]`. Raises `LayoutError`,
+        having written nothing, for a wrong size or block id.
         """
         self._check(memory, block_ids, payload)
         if len(block_ids):

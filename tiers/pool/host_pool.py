@@ -48,7 +48,7 @@ from tiers.pool.lock import (
 )
 from tiers.pool.numa import Placement
 from tiers.pool.slabs import Extents, PoolStats, Slab, SlotClass
-from tiers.pool.table import PAGE_BYTES, TAG_BYTES, PoolTable, SealedSlots
+from tiers.pool.table import PAGE_BYTES, TAG_BYTES, PoolTable
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -75,8 +75,6 @@ class HostPool:
         self.size_bytes = shape.size_bytes
         self.resized_from_bytes = mapped.resized_from_bytes
         """Its size when it was taken over; `size_bytes` if that did not change."""
-        self.recovered = SealedSlots.none()
-        """Slots that were sealed when this process took the pool over."""
         self.emptied = ""
         """Why the file was replaced; empty if it was taken over or is new."""
         self.placement = Placement()
@@ -86,6 +84,8 @@ class HostPool:
         file: Bytes = np.frombuffer(mapped.mapping, dtype=np.uint8)
         self._memory: Bytes | None = file[shape.table_bytes :]
         self._table = PoolTable(file, shape)
+        self.recovered = self._table.sealed([])
+        """Slots that were sealed when this process took the pool over."""
         self.extents = Extents(shape.size_bytes)
         self._records = Extents(shape.records_max)
         self._entries = list(range(shape.slabs_max - 1, -1, -1))
@@ -237,9 +237,7 @@ class HostPool:
 
     def allocate(self, class_id: int) -> int | None:
         """Offset in bytes of a free slot of a class, its contents undefined; None without one."""
-        slot_class = self._classes.get(class_id)
-        if slot_class is None:
-            raise PoolError(f"class_id={class_id} was never registered, or forgotten")
+        slot_class = self._classes[class_id]
         slab = next(iter(slot_class.open.values()), None) or self._add_slab(slot_class)
         if slab is None:
             return None
@@ -254,11 +252,8 @@ class HostPool:
     def set_tag(self, offset: int, tag: bytes) -> None:
         """Tag a slot with its owner, at most TAG_BYTES bytes, once before it is sealed."""
         record = self._slab_of(offset).record_of(offset)
-        if len(tag) > TAG_BYTES or not self._table.is_open(record):
-            raise PoolError(
-                f"tag={tag.hex()} of offset={offset}: a tag has up to {TAG_BYTES} bytes and is set "
-                "before the slot is sealed"
-            )
+        assert len(tag) <= TAG_BYTES, tag
+        assert self._table.is_open(record), "a tag is set before the slot is sealed"
         self._table.tag_slot(record, tag)
 
     def seal(self, offset: int) -> None:

@@ -65,16 +65,24 @@ def is_locked(fd: int) -> bool:
 
 def require_creatable(path: Path, *, directory: bool = False) -> None:
     """Raise the `OSError` that creating a file, or a directory, would raise. Creates none."""
-    parent = path.parent
     try:
-        if directory:
-            Path(tempfile.mkdtemp(prefix=".kvlake-", dir=parent)).rmdir()
-        else:
-            # A file without a name where there are such: closing it removes it.
-            tempfile.TemporaryFile(prefix=".kvlake-", dir=parent).close()
+        _try_to_create(path.parent, directory=directory)
     except OSError as error:
         code = error.errno or errno.EIO
         raise OSError(code, os.strerror(code), str(path)) from error
+
+
+def _try_to_create(parent: Path, *, directory: bool) -> None:
+    try:
+        # A file without a name: nobody sees it, and closing it removes it.
+        os.close(os.open(parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+            raise
+        if directory:
+            Path(tempfile.mkdtemp(prefix=".kvlake-", dir=parent)).rmdir()
+        else:
+            tempfile.NamedTemporaryFile(prefix=".kvlake-", dir=parent).close()
 
 
 @dataclass(frozen=True, slots=True)

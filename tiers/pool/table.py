@@ -82,8 +82,7 @@ class TableShape:
     def resized(self, size_bytes: int) -> TableShape | None:
         """The same table with more or fewer slots; None if its capacities are too far off.
 
-        Slots stay in place, so the table does too. A table made for a sixteenth of the size has a
-        record for each 256 KiB: a pool of smaller slots runs out of records first.
+        A table made for a sixteenth of the size has a record for each 256 KiB.
         """
         fresh = TableShape.of(size_bytes)
         enough = (
@@ -120,12 +119,6 @@ class SealedSlots:
 
     def __len__(self) -> int:
         return len(self.offsets)
-
-    @classmethod
-    def none(cls) -> SealedSlots:
-        """No slots."""
-        empty = np.empty(0, dtype=np.int64)
-        return cls(empty, empty, empty, empty, np.empty((0, TAG_BYTES), dtype=np.uint8))
 
 
 class PoolTable:
@@ -203,13 +196,13 @@ class PoolTable:
 
     def sealed(self, slabs: list[Slab]) -> SealedSlots:
         """The sealed slots of these slabs, whose numbers were checked."""
-        if not slabs:
-            return SealedSlots.none()
-        counts = np.array([slab.slots for slab in slabs])
-        places = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        slot_bytes = np.repeat([slab.slot_bytes for slab in slabs], counts)
-        records = np.repeat([slab.first_record for slab in slabs], counts) + places
-        offsets = np.repeat([slab.base for slab in slabs], counts) + places * slot_bytes
+        numbers = [(one.slots, one.slot_bytes, one.first_record, one.base) for one in slabs]
+        columns = np.array(numbers, dtype=np.int64).reshape(-1, 4)
+        counts = columns[:, 0]
+        _, slot_bytes, records, offsets = np.repeat(columns, counts, axis=0).T
+        places = np.arange(len(records)) - np.repeat(np.cumsum(counts) - counts, counts)
+        records = records + places
+        offsets = offsets + places * slot_bytes
         states, used = self._states[records], self._used[records]
         good = (states >= SEALED_MIN) & (states <= SEQUENCE_MAX) & (used <= SEQUENCE_MAX)
         sealed = states[good].astype(np.int64)
