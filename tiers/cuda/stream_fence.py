@@ -1,8 +1,6 @@
 """The fence page of a worker on a GPU: its stream writes the word that marks finished work.
 
-Owns the registration of the page with the driver, and its pending writes. The page itself and the
-meaning of its words are in `tiers/kv/fence.py`.
-
+Owns the registration of the page (`tiers/kv/fence.py`) with the driver, and its pending writes.
 A write is queued on the engine's own stream (`cuStreamWriteValue64`), so it happens after all work
 queued before it: a store's data has been computed, and all earlier accesses to the blocks of a load
 are over. Nothing on the GPU waits for another process.
@@ -30,12 +28,7 @@ _kept: list[StreamFence] = []
 
 
 class StreamFence(WorkerFence):
-    """A page that a stream writes.
-
-    Args:
-        context: the CUDA context of the stream.
-        stream: returns the current stream; called at each signal.
-    """
+    """A page that a stream of a CUDA context writes. `stream` is called at each signal."""
 
     def __init__(self, context: Any, stream: Callable[[], int]) -> None:
         super().__init__()

@@ -85,8 +85,6 @@ Words = npt.NDArray[np.uint64]
 
 def tag_of(key: bytes, salt: bytes) -> bytes:
     """Tag (16 bytes) of a chunk key (32 bytes) under a realm's salt (16 bytes)."""
-    if len(key) != KEY_BYTES:
-        raise ValueError(f"key has {len(key)} bytes: a chunk key has {KEY_BYTES}")
     _check_salt(salt)
     word = int.from_bytes(key[:TAG_BYTES], "little") ^ int.from_bytes(salt, "little")
     return word.to_bytes(TAG_BYTES, "little")
@@ -94,12 +92,8 @@ def tag_of(key: bytes, salt: bytes) -> bytes:
 
 def tags_of(keys: Sequence[bytes], salt: bytes) -> Words:
     """Tags of many keys as uint64 of shape (len(keys), 2): row i holds the bytes of `tag_of`."""
-    joined = b"".join(keys)
-    if len(joined) != KEY_BYTES * len(keys):
-        raise ValueError(
-            f"{len(keys)} keys have {len(joined)} bytes together: a chunk key has {KEY_BYTES}"
-        )
-    return tags_in(np.frombuffer(joined, dtype=np.uint8).reshape(len(keys), KEY_BYTES), salt)
+    joined = np.frombuffer(b"".join(keys), dtype=np.uint8)
+    return tags_in(joined.reshape(len(keys), KEY_BYTES), salt)
 
 
 def tags_in(keys: npt.NDArray[np.uint8], salt: bytes) -> Words:
@@ -221,11 +215,7 @@ class IndexWriter:
 
         An entry without room is kept in `overflow` and becomes visible with `grown`.
         """
-        if len(tag) != TAG_BYTES or not 0 <= flags <= FLAGS_MAX:
-            raise ValueError(
-                f"tag of {len(tag)} bytes, flags={flags}: a tag has {TAG_BYTES} bytes (tag_of), "
-                f"flags are 0 to {FLAGS_MAX}"
-            )
+        assert 0 <= flags <= FLAGS_MAX, flags
         if self.changes is not None:
             self.changes.append((tag, flags))
         low, high = _TAG.unpack(tag)
@@ -263,8 +253,7 @@ class IndexWriter:
 
     def set_many(self, tags: Words, flags: int) -> None:
         """`set` for many tags (shape (n, 2), see `tags_of`), which may repeat, with equal flags."""
-        if not 0 <= flags <= FLAGS_MAX:
-            raise ValueError(f"flags={flags}: flags are 0 to {FLAGS_MAX}")
+        assert 0 <= flags <= FLAGS_MAX, flags
         left = tags
         while len(left) > _SET_ONE_BY_ONE:
             before = len(left)
@@ -354,15 +343,12 @@ class IndexWriter:
 
 
 class IndexGrowth:
-    """Copies `smaller` into the empty `larger`, a few slots at a time, while it is in use.
+    """Copies `smaller` into the empty `larger`, a few slots at a time.
 
-    Until `finish` the owner writes only the smaller table. Changes made while a slot is copied
-    replace its copy at the end.
+    Until `finish` the owner writes only the smaller table. Its changes meanwhile are made up for.
     """
 
     def __init__(self, smaller: IndexWriter, larger: IndexWriter) -> None:
-        assert larger.slots >= 2 * smaller.slots, "the larger index is larger"
-        assert not len(larger), "the larger index is empty"
         self._smaller = smaller
         self._larger = larger
         self._next = 0
@@ -376,7 +362,6 @@ class IndexGrowth:
 
     def finish(self) -> IndexWriter:
         """The larger table, with all changes made meanwhile. Write only it from now on."""
-        assert self._next >= self._smaller.slots, "every slot was copied"
         larger = self._larger
         for tag, flags in (*self._smaller.overflow.items(), *self._changes):
             # A tag that left its slot and came back may have been copied from several slots.

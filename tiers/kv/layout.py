@@ -249,8 +249,8 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     def _nest(self, axes: list[tuple[str, int, int]]) -> list[tuple[int, int]]:
         """(stride, count) of the used axes, outermost first. Raises if two axes overlap.
 
-        Each stride must be at least the extent of everything inside it. This is stricter than "no
-        two coordinates overlap", but all of vLLM's layouts nest, and the general check is a search.
+        Each stride must be at least the extent of everything inside it: stricter than needed, but
+        all of vLLM's layouts nest, and the general check is a search.
         """
         used = sorted((stride, count, name) for name, stride, count in axes if count > 1)
         extent_bytes = self.content_bytes
@@ -362,12 +362,11 @@ def head_segment(
 ) -> Segment:
     """Segment of a tensor-parallel rank that holds `num_layers` layers from `first_layer` on.
 
-    `num_heads` counts the model's KV heads. Raises `LayoutError` if the ranks cannot share them
-    equally, or would hold copies.
+    Raises `LayoutError` if the ranks cannot share the model's KV heads equally, or would hold
+    copies.
     """
     _require_range("tp_size", tp_size, 1, HEADS_MAX)
     _require_range("tp_rank", tp_rank, 0, tp_size - 1)
-    _require_range("num_heads", num_heads, 1, HEADS_MAX)
     if tp_size > num_heads:
         raise LayoutError(
             f"tp_size={tp_size}: is more than the model's {num_heads} KV heads, so ranks hold "

@@ -1,8 +1,7 @@
 """Memory that processes share by descriptor, and that cannot shrink while it is mapped.
 
-Owns making such memory (`sealed_memfd`, `read_only_memfd`), the check that foreign memory is such
-(`check_sealed`), which file systems are in memory, and keeping mappings out of core dumps. Does not
-own contents.
+Owns making such memory, the check that foreign memory is such, which file systems are in memory,
+and keeping mappings out of core dumps. Does not own contents.
 
 Invariant: a descriptor that passed `check_sealed` can be mapped and accessed over its whole checked
 length as long as the mapping lasts. Accessing a page beyond the end of a truncated file is a

@@ -13,6 +13,7 @@ that names nodes is followed or refused, `auto` is followed or gives a reason.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -83,9 +84,7 @@ class Placement:
         if len(there) <= 1:
             return cls(reason="the machine has one node")
         nodes = gpu_nodes(root)
-        if not nodes:
-            return cls(reason="no GPU whose node is known")
-        return cls(nodes)
+        return cls(nodes) if nodes else cls(reason="no GPU whose node is known")
 
     def settle(self) -> None:
         """Try it. If the kernel refuses, raises `PoolError` if `strict`, else clears the nodes."""
@@ -131,12 +130,10 @@ def gpu_nodes(root: Path = Path("/")) -> tuple[int, ...]:
     """Nodes of the GPUs that NVIDIA's driver shows here, as far as they are known."""
     found: set[int] = set()
     for gpu in (root / "proc/driver/nvidia/gpus").glob("*"):
-        try:
+        with contextlib.suppress(OSError):
             text = (root / "sys/bus/pci/devices" / gpu.name.lower() / "numa_node").read_text()
-        except OSError:
-            continue
-        if text.strip().isdecimal():  # -1 if the firmware does not say
-            found.add(int(text))
+            if text.strip().isdecimal():  # -1 if the firmware does not say
+                found.add(int(text))
     return tuple(sorted(found))
 
 
@@ -150,14 +147,12 @@ def sample(memory: Bytes) -> dict[int, int]:
     if call is None or not pages:
         return {}
     found: Counter[int] = Counter()
-    for number in range(min(pages, PAGES_SAMPLED)):
-        offset = number * pages // min(pages, PAGES_SAMPLED) * _PAGE_BYTES
+    count, none = min(pages, PAGES_SAMPLED), ctypes.c_ulong(0)
+    for number in range(count):
         node = ctypes.c_int(-1)
-        address = ctypes.c_void_p(memory.ctypes.data + offset)
-        answer = libc.syscall(
-            call, ctypes.byref(node), None, ctypes.c_ulong(0), address, ctypes.c_ulong(_OF_THE_PAGE)
-        )
-        if answer:
+        address = memory.ctypes.data + number * pages // count * _PAGE_BYTES
+        page, flags = ctypes.c_void_p(address), ctypes.c_ulong(_OF_THE_PAGE)
+        if libc.syscall(call, ctypes.byref(node), None, none, page, flags):
             return {}
         found[node.value] += 1
     return dict(sorted(found.items()))
@@ -171,13 +166,9 @@ def prefer_nodes(nodes: tuple[int, ...]) -> None:
     words = (ctypes.c_ulong * (_MASK_BITS // _WORD_BITS))()
     for node in nodes:
         words[node // _WORD_BITS] |= 1 << node % _WORD_BITS
-    answer = libc.syscall(
-        call,
-        ctypes.c_long(_PREFERRED if len(nodes) == 1 else _INTERLEAVE),
-        words,
-        ctypes.c_ulong(_MASK_BITS + 1),  # the kernel uses one bit less
-    )
-    if answer == 0:
+    mode = ctypes.c_long(_PREFERRED if len(nodes) == 1 else _INTERLEAVE)
+    # The kernel uses one bit less.
+    if libc.syscall(call, mode, words, ctypes.c_ulong(_MASK_BITS + 1)) == 0:
         return
     code = ctypes.get_errno()
     why = f"memory cannot be placed on the nodes {list(nodes)} (set_mempolicy: {os.strerror(code)})"
