@@ -67,21 +67,21 @@ def open_pool(config: Config) -> tuple[HostPool, tuple[RestoredSlot, ...]]:
     if not len(pool.recovered):
         return pool, ()
     resized = pool.resized_from_bytes != pool.size_bytes
-    found = rescan(pool.memory, pool.recovered)
-    for offset in found.damaged:
+    images, damaged = rescan(pool.memory, pool.recovered)
+    for offset in damaged:
         pool.free(offset)
     _logger.info(
         "host memory taken over",
         extra=fields(
             path=path,
-            slots=len(found.images),
+            slots=len(images),
             bytes=pool.stats().used_bytes,
-            slots_damaged=len(found.damaged),
+            slots_damaged=len(damaged),
             **({"resized_from_bytes": pool.resized_from_bytes} if resized else {}),
             seconds=round(time.monotonic() - began, 3),
         ),
     )
-    return pool, tuple(map(_restored, found.images))
+    return pool, tuple(map(_restored, images))
 
 
 def placement_of(config: Config, root: Path = Path("/")) -> Placement:

@@ -14,7 +14,7 @@ from tests import places
 from tiers.kv.layout import ChunkLayout, Segment
 from tiers.kv.slot_image import SlotTemplate, SlotTemplates
 from tiers.pool.host_pool import HostPool
-from tiers.pool.recovery import FoundImage, Rescan, rescan
+from tiers.pool.recovery import FoundImage, rescan
 
 SEED = int(os.environ.get("KVLAKE_TEST_SEED", "20"))
 DIGEST = hashlib.sha256(b"namespace").digest()
@@ -45,7 +45,7 @@ class Filled:
         self.pool.seal(offset)
         return offset
 
-    def reopened(self) -> Rescan:
+    def reopened(self) -> tuple[list[FoundImage], list[int]]:
         self.pool.close(keep=True)
         self.pool = HostPool.open(self.path, self.size_bytes, prefault=False)
         return rescan(self.pool.memory, self.pool.recovered)
@@ -65,9 +65,9 @@ def test_images_come_back_with_all_that_they_say(filled: Filled) -> None:
     tail = filled.store("tail", blocks=1)
     wide = filled.store("wide", layout=WIDE, blocks=3)
     filled.pool.touch(whole)
-    found = filled.reopened()
-    assert found.damaged == []
-    assert found.images == [
+    images, damaged = filled.reopened()
+    assert damaged == []
+    assert images == [
         image(tail, "tail", LAYOUT, 1, 3, 3),
         image(wide, "wide", WIDE, 3, 4, 4),
         image(whole, "whole", LAYOUT, 4, 2, 5),
@@ -99,20 +99,20 @@ def test_every_flip_outside_of_the_payload_is_found(filled: Filled) -> None:
     memory = filled.pool.memory
     before = memory[bad : bad + template.image_bytes].copy()
     outside = [*range(template.payload_offset), *range(end, template.image_bytes)]
-    slots = filled.reopened()
-    assert len(slots.images) == 2
+    images, _ = filled.reopened()
+    assert len(images) == 2
     memory = filled.pool.memory
     for place in rng.choice(outside, 400, replace=False).tolist():
         memory[bad + place] ^= 1 << int(rng.integers(8))
-        found = rescan(memory, filled.pool.recovered)
-        assert (found.damaged, [one.offset for one in found.images]) == ([bad], [good]), place
+        images, damaged = rescan(memory, filled.pool.recovered)
+        assert (damaged, [one.offset for one in images]) == ([bad], [good]), place
         memory[bad : bad + template.image_bytes] = before
 
 
 def test_payload_is_not_looked_at(filled: Filled) -> None:
     offset = filled.store("chunk")
     filled.pool.memory[offset + 5000] ^= 1
-    assert len(filled.reopened().images) == 1
+    assert len(filled.reopened()[0]) == 1
 
 
 def test_claims_that_cannot_be_are_refused(filled: Filled) -> None:
@@ -133,8 +133,7 @@ def test_claims_that_cannot_be_are_refused(filled: Filled) -> None:
         header = memory[offset : offset + 4096].tobytes()
         assert was in header
         memory[offset : offset + 4096] = np.frombuffer(header.replace(was, becomes), dtype=np.uint8)
-    found = filled.reopened()
-    assert found == Rescan([], sorted(offsets))
+    assert filled.reopened() == ([], sorted(offsets))
 
 
 def test_number_of_claims_is_bounded(filled: Filled, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,10 +141,10 @@ def test_number_of_claims_is_bounded(filled: Filled, monkeypatch: pytest.MonkeyP
     common = [filled.store(f"whole {number}") for number in range(3)]
     twice = [filled.store(f"half {number}", blocks=2) for number in range(2)]
     once = filled.store("tail", blocks=1)
-    found = filled.reopened()
-    assert {one.offset for one in found.images} == {*common, *twice}
-    assert found.damaged == [once]
+    images, damaged = filled.reopened()
+    assert {one.offset for one in images} == {*common, *twice}
+    assert damaged == [once]
 
 
 def test_nothing_was_sealed(filled: Filled) -> None:
-    assert filled.reopened() == Rescan([], [])
+    assert filled.reopened() == ([], [])

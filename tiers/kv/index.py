@@ -81,6 +81,7 @@ _CHECK_MASK: Final = _MASK64 ^ FLAGS_MAX
 _MADV_POPULATE_READ: Final = 22
 
 Words = npt.NDArray[np.uint64]
+Numbers = npt.NDArray[np.int64]
 
 
 def tag_of(key: bytes, salt: bytes) -> bytes:
@@ -138,7 +139,7 @@ def _check_words(mixed: Words) -> Words:
     return words
 
 
-def _buckets(mixed: Words, mask: np.uint64) -> npt.NDArray[np.int64]:
+def _buckets(mixed: Words, mask: np.uint64) -> Numbers:
     """The two buckets of each hash, shape (n, 2)."""
     buckets = np.empty((len(mixed), 2), dtype=np.uint64)
     buckets[:, 0] = mixed
@@ -150,14 +151,34 @@ def _buckets(mixed: Words, mask: np.uint64) -> npt.NDArray[np.int64]:
 class _Columns:
     """A mapping cut into its header and columns."""
 
-    __slots__ = ("header", "states", "tags")
+    __slots__ = ("bucket_mask", "header", "rows", "states", "tags")
 
     def __init__(self, buffer: mmap.mmap, slots: int) -> None:
         words: Words = np.frombuffer(buffer, dtype=np.uint64)
         start = _HEADER_BYTES // _WORD_BYTES
         self.header = words[:start]
         self.states = words[start : start + slots]
+        self.rows = self.states.reshape(-1, _BUCKET_SLOTS)
         self.tags = words[start + slots : start + _SLOT_WORDS * slots].reshape(slots, 2)
+        self.bucket_mask = np.uint64(slots // _BUCKET_SLOTS - 1)
+
+    def find(self, tags: Words, checks: Words, buckets: Numbers) -> tuple[Words, Numbers, Numbers]:
+        """The states in the two buckets of each tag, XORed with its check, of shape (n, 16).
+
+        Also, of the tags that are found: their places in these states (as in an array of one axis),
+        and their slots.
+        """
+        found = buckets.ravel()
+        # The only load of each state: it decides, the comparison of tags only confirms.
+        states = self.rows.take(found, axis=0).reshape(-1, 2 * _BUCKET_SLOTS)
+        # XOR leaves only the flags if the check is that of the tag, and a larger number if not.
+        states ^= checks[:, np.newaxis]
+        hits = np.flatnonzero(states <= np.uint64(FLAGS_MAX))
+        slots = found[hits >> 3] * _BUCKET_SLOTS + (hits & 7)
+        held = self.tags.take(slots, axis=0)
+        held ^= tags.take(hits >> 4, axis=0)
+        same = (held[:, 0] | held[:, 1]) == 0
+        return states, hits[same], slots[same]
 
 
 class IndexWriter:
@@ -269,16 +290,9 @@ class IndexWriter:
             self.changes += [(tag.tobytes(), flags) for tag in np.ascontiguousarray(tags)]
         mixed = mix_words(tags[:, 0], tags[:, 1])
         checks = _check_words(mixed)
-        buckets = _buckets(mixed, np.uint64(self._bucket_mask))
-        bases = buckets * _BUCKET_SLOTS
-        rows = self._columns.states.reshape(-1, _BUCKET_SLOTS)
-        states = rows.take(buckets.ravel(), axis=0).reshape(-1, 2 * _BUCKET_SLOTS)
-        hits = np.flatnonzero((states ^ checks[:, np.newaxis]) <= np.uint64(FLAGS_MAX))
-        numbers, places = hits >> 4, hits & 15
-        slots = bases[numbers, places >> 3] + (places & 7)
-        same = np.all(self._columns.tags[slots] == tags[numbers], axis=1)
-        numbers, slots = numbers[same], slots[same]
-        news = np.uint64(flags)
+        buckets = _buckets(mixed, self._columns.bucket_mask)
+        states, hits, slots = self._columns.find(tags, checks, buckets)
+        numbers, news = hits >> 4, np.uint64(flags)
         # A repeated tag is counted once.
         first, counted = np.unique(slots, return_index=True)
         self._columns.states[first] = (checks[numbers[counted]] | news) if flags else 0
@@ -290,12 +304,12 @@ class IndexWriter:
         if not flags:
             return tags[:0]
         others = np.flatnonzero(absent)
-        empty = states[others].reshape(-1, 2, _BUCKET_SLOTS) == 0
+        empty = (states[others] == checks[others, np.newaxis]).reshape(-1, 2, _BUCKET_SLOTS)
         free = empty.sum(axis=2)
         side = (free[:, 1] > free[:, 0]).astype(np.intp)
         row = np.arange(len(others))
         room = free[row, side] > 0
-        slots = bases[others, side] + empty[row, side].argmax(axis=1)
+        slots = buckets[others, side] * _BUCKET_SLOTS + empty[row, side].argmax(axis=1)
         chosen, winners = np.unique(slots[room], return_index=True)
         winning = others[room][winners]
         self._columns.tags[chosen] = tags[winning]
@@ -320,8 +334,7 @@ class IndexWriter:
         used = np.flatnonzero(source.states[start : start + SLOTS_PER_PASS]) + start
         tags = source.tags[used]
         mixed = mix_words(tags[:, 0], tags[:, 1])
-        old = _buckets(mixed, np.uint64(smaller._bucket_mask))
-        new = _buckets(mixed, np.uint64(self._bucket_mask))
+        old, new = _buckets(mixed, source.bucket_mask), _buckets(mixed, self._columns.bucket_mask)
         # An entry of bucket b goes to a bucket whose number ends with the bits of b, chosen by more
         # bits of the same hash, and keeps its place in the bucket: no two get the same slot.
         target = np.where(old[:, 0] == used // _BUCKET_SLOTS, new[:, 0], new[:, 1])
@@ -391,8 +404,6 @@ class IndexReader:
             self._map.madvise(_MADV_POPULATE_READ)
         slots = (size_bytes - _HEADER_BYTES) // (_SLOT_WORDS * _WORD_BYTES)
         self._columns = _Columns(self._map, slots)
-        self._rows = self._columns.states.reshape(-1, _BUCKET_SLOTS)
-        self._bucket_mask = np.uint64(slots // _BUCKET_SLOTS - 1)
         header = self._columns.header[:_HEADER_CLOSED].tolist()
         if header != [_MAGIC, _VERSION, slots]:
             self.close()
@@ -406,21 +417,11 @@ class IndexReader:
 
         After the writer's `close`, everything is absent.
         """
-        count = len(tags)
-        flags = np.zeros(count, dtype=np.uint8)
+        flags = np.zeros(len(tags), dtype=np.uint8)
         mixed = mix_words(tags[:, 0], tags[:, 1])
-        found = _buckets(mixed, self._bucket_mask).ravel()
-        # The only load of each state: it decides, the comparison of tags only confirms.
-        states = self._rows.take(found, axis=0).reshape(count, 2 * _BUCKET_SLOTS)
-        # XOR leaves only the flags if the check is that of the tag, and a larger number if not.
-        states ^= _check_words(mixed)[:, np.newaxis]
-        hits = np.flatnonzero(states <= np.uint64(FLAGS_MAX))
-        rows = hits >> 4
-        slots = found[hits >> 3] * _BUCKET_SLOTS + (hits & 7)
-        held = self._columns.tags.take(slots, axis=0)
-        held ^= tags.take(rows, axis=0)
-        same = (held[:, 0] | held[:, 1]) == 0
-        flags[rows[same]] = states.ravel()[hits[same]]
+        buckets = _buckets(mixed, self._columns.bucket_mask)
+        states, hits, _ = self._columns.find(tags, _check_words(mixed), buckets)
+        flags[hits >> 4] = states.ravel()[hits]
         # Read last: an index that is open now was open when the states were loaded.
         if self._columns.header[_HEADER_CLOSED]:
             flags[:] = 0
@@ -430,7 +431,7 @@ class IndexReader:
         """Unmap. Idempotent."""
         if self._map.closed:
             return
-        del self._rows, self._columns
+        del self._columns
         self._map.close()
 
 

@@ -220,7 +220,8 @@ class SlotTemplate:
 
     def token_ids(self, slot: Bytes) -> list[int]:
         """The token ids in a sealed slot, unverified."""
-        return slot[self._token_ids].view("<i4").tolist()
+        tokens: list[int] = slot[self._token_ids].view("<i4").tolist()
+        return tokens
 
     def verify_payload(self, slot: Bytes) -> None:
         """Raise `ImageChecksumMismatch` unless the payload has the checksum in the row.

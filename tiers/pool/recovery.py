@@ -49,16 +49,8 @@ class FoundImage:
     tag: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Rescan:
-    """Images in order of their last use, and the slots without one."""
-
-    images: list[FoundImage]
-    damaged: list[int]
-
-
-def rescan(memory: Bytes, slots: SealedSlots) -> Rescan:
-    """Check every sealed slot of a pool that was taken over."""
+def rescan(memory: Bytes, slots: SealedSlots) -> tuple[list[FoundImage], list[int]]:
+    """The images in sealed slots in order of their last use, and the slots without one."""
     claims: dict[tuple[Descriptor | None, int], list[int]] = {}
     offsets: list[int] = slots.offsets.tolist()
     sizes: list[int] = slots.slot_bytes.tolist()
@@ -80,7 +72,7 @@ def rescan(memory: Bytes, slots: SealedSlots) -> Rescan:
                 images += _images(memory, slots, template, np.array(batch))
     images.sort(key=lambda image: image.used)
     good = {image.offset for image in images}
-    return Rescan(images, [offset for offset in offsets if offset not in good])
+    return images, [offset for offset in offsets if offset not in good]
 
 
 def _images(
