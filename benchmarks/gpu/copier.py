@@ -62,7 +62,7 @@ class Copier:
 
     def batches(self) -> bool:
         """Whether copies go out in batches here."""
-        return self._device.batches
+        return self._device.calibration.batches
 
     def ways(self) -> str:
         """What the self-test of the device found of batches and 2D copies, in words."""

@@ -102,9 +102,9 @@ class Gpus:
             extra=fields(
                 uuid=uuid.hex(),
                 name=device.driver.name(device.ordinal),
-                batches=device.batches,
-                planes=device.calibration.planes,
-                gb_per_second=describe_rates(device.calibration),
+                batches=found.batches,
+                planes=found.planes,
+                gb_per_second=describe_rates(found),
             ),
         )
         return device

@@ -123,7 +123,10 @@ def _round_trip(owner: Child, reader: Child, layout: KVLayout) -> None:
 def test_runs_at_a_constant_distance_are_copied_as_planes(double: Double, order: str) -> None:
     double.page.delay_us_max = 100
     layout = layout_in(order, layers=9, tokens=8, content_bytes=48)
-    with Child(double, setup=OWNER) as owner, _reader(double, strided="2d") as reader:
+    with (
+        Child(double, setup=OWNER) as owner,
+        _reader(double, strided="2d", chunk_bytes=1 << 20) as reader,
+    ):
         process = double.process(reader.pid)
         planes = process.plane_copies
         _round_trip(owner, reader, layout)
@@ -137,7 +140,7 @@ def test_planes_are_paced(double: Double) -> None:
     layout = layout_in("LBHNC", layers=16, blocks=24)
     with (
         Child(double, setup=OWNER) as owner,
-        _reader(double, inflight=1 << 14, strided="2d") as reader,
+        _reader(double, inflight=1 << 14, strided="2d", chunk_bytes=1 << 20) as reader,
     ):
         _round_trip(owner, reader, layout)
         assert 1 << 13 <= max(double.process(reader.pid).inflight_bytes_max) <= 1 << 14
@@ -282,7 +285,7 @@ def test_without_batches_that_can_be_trusted_copies_go_one_by_one(double: Double
     if why == "refused":
         double.fail("cuMemcpyBatchAsync", 801)
     with Child(double, setup=OWNER) as owner, _reader(double) as reader:
-        assert reader.run("result = device.batches") is False
+        assert reader.run("result = device.calibration.batches") is False
         reader.run(
             "enter(layout, handle)\n"
             "ids = np.array([5, 2, 23]); wanted = np.empty(3 * 6144, dtype=np.uint8)\n"

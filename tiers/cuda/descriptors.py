@@ -71,11 +71,6 @@ class Planes:
     width_bytes: int
     pitch_bytes: int
 
-    def select(self, which: npt.NDArray[np.bool_]) -> Planes:
-        """Some of the planes."""
-        device, host, rows = self.device[which], self.host[which], self.rows[which]
-        return Planes(device, host, rows, self.width_bytes, self.pitch_bytes)
-
     def pieces(self) -> Descriptors:
         """The same copy, run by run."""
         index, number = _numbered(self.rows.astype(np.int64))
@@ -143,12 +138,6 @@ def cut_planes(found: Planes, bytes_max: int) -> Planes:
         found.width_bytes,
         found.pitch_bytes,
     )
-
-
-def inside_grid(found: Planes, origin: int, grid_bytes: int) -> npt.NDArray[np.bool_]:
-    """Which planes have a host range between two multiples of `grid_bytes`."""
-    at = (found.host - np.uint64(origin)) % np.uint64(grid_bytes)
-    return at + found.rows * np.uint64(found.width_bytes) <= grid_bytes
 
 
 def cut(found: Descriptors, bytes_max: int) -> Descriptors:

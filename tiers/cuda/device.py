@@ -23,7 +23,6 @@ from tiers.cuda.descriptors import (
     cut,
     describe,
     describe_planes,
-    inside_grid,
     split_at_grid,
 )
 from tiers.cuda.driver import check
@@ -100,11 +99,6 @@ class Device:
     def bind(self) -> None:
         """Make this device's context current in the calling thread."""
         check("cuCtxSetCurrent", self._set_current(self._context_handle))
-
-    @property
-    def batches(self) -> bool:
-        """Whether copies of many pieces are submitted in batches."""
-        return self.calibration.batches
 
     @property
     def lost(self) -> CudaFailed | None:
@@ -195,27 +189,23 @@ class DeviceMemory:
         if not len(block_ids):
             return DeviceTransfer(stream, 0, payload, load=load)
         try:
-            number = self._submit(stream, block_ids, payload.ctypes.data)
+            number = self._submit(stream, block_ids, payload.ctypes.data, payload.size)
         except CudaFailed:
             # Parts queued before the failure may still run.
             stream.drain()
             raise
         return DeviceTransfer(stream, number, payload, load=load)
 
-    def _submit(self, stream: CopyStream, block_ids: BlockIds, host: int) -> int:
+    def _submit(self, stream: CopyStream, block_ids: BlockIds, host: int, size_bytes: int) -> int:
         """Queue a copy; returns the number of its last part."""
         origin, grid_bytes = self._pins.origin, self._pins.chunk_bytes
-        runs, shape, number = self._runs, self._plane_shape, 0
-        if shape is not None and stream.takes_planes(runs.size_bytes, shape.pitch_bytes):
+        runs, shape = self._runs, self._plane_shape
+        inside = (host - origin) % grid_bytes + size_bytes <= grid_bytes
+        # A payload across a border of the pins is rare: it is copied without planes.
+        if inside and shape and stream.takes_planes(runs.size_bytes, shape.pitch_bytes):
             planes = describe_planes(runs, shape, block_ids, self._address, host)
-            inside = inside_grid(planes, origin, grid_bytes)
-            if inside.any():
-                number = stream.submit_planes(planes.select(inside))
-            if inside.all():
-                return number
-            found = planes.select(~inside).pieces()
-        else:
-            found = describe(runs, block_ids, self._address, host)
+            return stream.submit_planes(planes)
+        found = describe(runs, block_ids, self._address, host)
         return stream.submit(split_at_grid(cut(found, grid_bytes), origin, grid_bytes))
 
     def close(self) -> None:

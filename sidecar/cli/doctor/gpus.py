@@ -78,7 +78,7 @@ def _gpu(driver: Driver, ordinal: int) -> list[Check]:
     features = (
         ("fences written by streams", stream_writes, newer),
         ("memory exported as descriptors (VMM)", exports, newer),
-        ("batch copies", device.batches, "use a driver of CUDA 12.8"),
+        ("batch copies", device.calibration.batches, "use a driver of CUDA 12.8"),
     )
     try:
         return [
