@@ -91,8 +91,7 @@ class Driver:
 
     def uuid(self, ordinal: int) -> bytes:
         """Identity of a device, the same in every process."""
-        # By its address: names of fields differ between releases of cuda-python.
-        return ctypes.string_at(self.call("cuDeviceGetUuid", ordinal).getPtr(), 16)
+        return bytes_of(self.call("cuDeviceGetUuid", ordinal), 16)
 
     def name(self, ordinal: int) -> str:
         """The name of a device."""
@@ -110,6 +109,12 @@ class Driver:
         """An attribute of a device."""
         attribute = self.enum("CUdevice_attribute", f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(self.call("cuDeviceGetAttribute", attribute, ordinal))
+
+
+def bytes_of(structure: Any, size_bytes: int) -> bytes:
+    """The bytes of a structure of the API."""
+    # By its address: names of fields differ between releases of cuda-python.
+    return ctypes.string_at(structure.getPtr(), size_bytes)
 
 
 def check(name: str, code: int) -> None:

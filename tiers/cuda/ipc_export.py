@@ -10,12 +10,11 @@ memory, starts no work and waits for none.
 
 from __future__ import annotations
 
-import ctypes
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from tiers.cuda.driver import driver
+from tiers.cuda.driver import bytes_of, driver
 from tiers.cuda.errors import CudaFailed
 from tiers.errors import TierError
 
@@ -70,7 +69,7 @@ def share(address: int, num_bytes: int) -> SharedAllocation:
         )
     uuid = cuda.uuid(ordinal)
     try:
-        handle = ctypes.string_at(cuda.call("cuIpcGetMemHandle", base).getPtr(), 64)
+        handle = bytes_of(cuda.call("cuIpcGetMemHandle", base), 64)
     except CudaFailed as error:
         fd = _descriptor(cuda, base, error)
         return SharedAllocation(uuid, base, size_bytes, context, fd=fd)
