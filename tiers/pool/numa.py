@@ -48,10 +48,6 @@ libc = ctypes.CDLL(None, use_errno=True)
 libc.syscall.restype = ctypes.c_long
 
 
-class _Refused(Exception):
-    """The kernel does not set a policy; the message says why and names the remedy."""
-
-
 @dataclass(slots=True)
 class Placement:
     """Preferred nodes of memory."""
@@ -90,13 +86,12 @@ class Placement:
         """Try it. If the kernel refuses, raises `PoolError` if `strict`, else clears the nodes."""
         if not self.nodes:
             return
-        try:
-            with ThreadPoolExecutor(1) as thread:
-                thread.submit(prefer_nodes, self.nodes).result()
-        except _Refused as error:
-            if self.strict:
-                raise PoolError(f"host.numa={list(self.nodes)}: {error}") from error
-            self.nodes, self.reason, self.refused = (), str(error), True
+        with ThreadPoolExecutor(1) as thread:
+            refusal = thread.submit(prefer_nodes, self.nodes).result()
+        if refusal and self.strict:
+            raise PoolError(f"host.numa={list(self.nodes)}: {refusal}")
+        if refusal:
+            self.nodes, self.reason, self.refused = (), refusal, True
 
     def adopt(self) -> None:
         """Prefer the nodes for what this thread allocates from now on, after `settle`."""
@@ -158,23 +153,26 @@ def sample(memory: Bytes) -> dict[int, int]:
     return dict(sorted(found.items()))
 
 
-def prefer_nodes(nodes: tuple[int, ...]) -> None:
-    """Prefer the nodes for what this thread allocates from now on."""
+def prefer_nodes(nodes: tuple[int, ...]) -> str:
+    """Prefer the nodes for what this thread allocates from now on.
+
+    Empty, or why the kernel does not do so, with the remedy.
+    """
     call = _call(0)
     if call is None:
-        raise _Refused(f"how to place memory on {platform.machine()} is not known")
+        return f"how to place memory on {platform.machine()} is not known"
     words = (ctypes.c_ulong * (_MASK_BITS // _WORD_BITS))()
     for node in nodes:
         words[node // _WORD_BITS] |= 1 << node % _WORD_BITS
     mode = ctypes.c_long(_PREFERRED if len(nodes) == 1 else _INTERLEAVE)
     # The kernel uses one bit less.
     if libc.syscall(call, mode, words, ctypes.c_ulong(_MASK_BITS + 1)) == 0:
-        return
+        return ""
     code = ctypes.get_errno()
     why = f"memory cannot be placed on the nodes {list(nodes)} (set_mempolicy: {os.strerror(code)})"
     if code == errno.EPERM:
         why += "; let the container do so (docker --cap-add SYS_NICE, or the capability SYS_NICE)"
-    raise _Refused(why)
+    return why
 
 
 def _call(number: int) -> ctypes.c_long | None:

@@ -73,11 +73,8 @@ class TableShape:
     @classmethod
     def of(cls, size_bytes: int) -> TableShape:
         """The shape of a new pool of `size_bytes`."""
-        return cls(
-            size_bytes,
-            max(_SLABS_MIN, size_bytes // _BYTES_PER_SLAB),
-            max(_RECORDS_MIN, size_bytes // _BYTES_PER_RECORD),
-        )
+        slabs_max = max(_SLABS_MIN, size_bytes // _BYTES_PER_SLAB)
+        return cls(size_bytes, slabs_max, max(_RECORDS_MIN, size_bytes // _BYTES_PER_RECORD))
 
     def resized(self, size_bytes: int) -> TableShape | None:
         """The same table with more or fewer slots; None if its capacities are too far off.
