@@ -1,21 +1,20 @@
 """The tiers' changes for vLLM's KV event publisher, and where vLLM publishes its own events.
 
-Owns which blocks were published and still hold, by name, tier and group, and the changes that vLLM
-has not taken yet. Does not own the sidecar's own event stream (`docs/reference/events.md`).
+Owns which blocks are published, by name, tier and group, and the changes that vLLM has not taken
+yet. Does not own the sidecar's own event stream (`docs/reference/events.md`).
 
 Invariants:
 
-* A subscriber that applies every event of `take` never has a block that is gone. Only the last
-  change of each block counts, and a block is published as removed exactly if it was published as
-  stored. The end of a session with the sidecar removes all of them. After a reset of vLLM's own
-  cache, which clears every block of its subscribers, what holds is published again.
+* A subscriber that applies every event in order never has a block that is gone. A block is
+  published as removed exactly if it was published as stored. The end of a session with the sidecar
+  removes all of them. After a reset of vLLM's own cache, which clears every block of its
+  subscribers, what holds is published again.
 * At most `blocks_max` blocks are published at a time: the oldest is published as removed to make
-  room. No more than that many changes are kept.
+  room. Beyond as many changes that vLLM has not taken, no more are requested.
 """
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from sidecar.protocol import (
@@ -53,8 +52,7 @@ class TierEvents:
         self._acknowledged = -1
         self._published: dict[_Place, StoredEvent] = {}
         """The last event of each block, oldest first."""
-        self._stored: dict[_Place, StoredEvent] = {}
-        self._removed: dict[_Place, RemovedEvent] = {}
+        self._changes: list[TierEvent] = []
 
     def poll(self, client: Client) -> list[ServerMessage]:
         """Receive and acknowledge events that have arrived; returns the other messages."""
@@ -66,7 +64,8 @@ class TierEvents:
                 self.receive(message)
             else:
                 others.append(message)
-        if session is not None and session.wants_events and self._acknowledged != self._received:
+        unread = self._acknowledged != self._received and len(self._changes) <= self._blocks_max
+        if session is not None and session.wants_events and unread:
             release = Release(session.epoch, [], [], heard=self._received)
             if client.send(session, release):
                 self._acknowledged = self._received
@@ -86,53 +85,36 @@ class TierEvents:
             self._remove_all()
         for stored in message.stored:
             place = _place(stored)
-            self._removed.pop(place, None)
             # Removed first, so that the newest is last.
-            self._stored.pop(place, None)
-            self._stored[place] = stored
-            if len(self._stored) > self._blocks_max:
-                # It was never published, or remains published as it was.
-                del self._stored[next(iter(self._stored))]
+            self._published.pop(place, None)
+            self._published[place] = stored
+            self._changes.append(stored)
+            if len(self._published) > self._blocks_max:
+                self._remove(next(iter(self._published)))
         for removed in message.removed:
-            place = _place(removed)
-            self._stored.pop(place, None)
-            if place in self._published:
-                self._removed[place] = removed
+            self._remove(_place(removed))
 
     def republish(self) -> None:
         """Publish all blocks again: vLLM tells its subscribers that every block is gone."""
-        for place in self._removed:
-            del self._published[place]
-        self._stored = self._published | self._stored
-        self._published, self._removed = {}, {}
+        self._changes = list(self._published.values())
 
     def take(self) -> list[TierEvent]:
-        """Events to publish: removed blocks, then stored ones, each in order."""
-        events: list[TierEvent] = [*self._removed.values(), *self._stored.values()]
-        for place in self._removed:
-            del self._published[place]
-        for place, stored in self._stored.items():
-            self._published.pop(place, None)
-            self._published[place] = stored
-        self._removed, self._stored = {}, {}
-        excess = max(0, len(self._published) - self._blocks_max)
-        oldest = list(islice(self._published.items(), excess))
-        for place, _ in oldest:
-            del self._published[place]
-        return events + _removals(oldest)
+        """What changed since the last call, in order."""
+        changes, self._changes = self._changes, []
+        return changes
+
+    def _remove(self, place: _Place) -> None:
+        stored = self._published.pop(place, None)
+        if stored is not None:
+            self._changes.append(RemovedEvent(stored.key, stored.tier, stored.group))
 
     def _remove_all(self) -> None:
-        self._stored = {}
-        published = self._published.items()
-        self._removed = dict(zip(self._published, _removals(published), strict=True))
+        for place in list(self._published):
+            self._remove(place)
 
 
 def _place(event: TierEvent) -> _Place:
     return (event.key[:EVENT_NAME_BYTES], event.tier, event.group)
-
-
-def _removals(published: Iterable[tuple[_Place, StoredEvent]]) -> list[RemovedEvent]:
-    return [RemovedEvent(stored.key, tier, group) for (_, tier, group), stored in published]
 
 
 # vLLM's words. Imported late: the scheduler role runs in tests and benchmarks without vLLM.

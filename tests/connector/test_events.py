@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 from connector.events import TierEvents, vllm_events
-from sidecar.protocol import EVENT_NAME_BYTES, Events, RemovedEvent, StoredEvent
+from sidecar.protocol import EVENT_NAME_BYTES, Events, Release, RemovedEvent, StoredEvent
+from tests.connector.double import DoubleClient, session_of
 
 NOWHERE = bytes(32)
 
@@ -22,43 +23,59 @@ def removed(number: int, *, tier: str = "host", group: int = 0) -> RemovedEvent:
     return RemovedEvent(key_of(number), tier, group)
 
 
-def test_the_last_change_counts() -> None:
+def test_changes_are_taken_once_and_in_order() -> None:
     tiers = TierEvents()
     tiers.set_session("session")
     tiers.receive(Events(1, [stored(1), stored(2)], []))
     assert tiers.take() == [stored(1), stored(2)]
     tiers.receive(Events(1, [], [removed(1), removed(2)]))
     tiers.receive(Events(1, [stored(1)], []))
-    assert tiers.take() == [removed(2), stored(1)]
-
-
-def test_an_unpublished_block_is_not_removed() -> None:
-    tiers = TierEvents()
-    tiers.set_session("session")
-    tiers.receive(Events(1, [stored(1)], [removed(1), removed(7)]))
+    assert tiers.take() == [removed(1), removed(2), stored(1)]
     assert tiers.take() == []
 
 
-def test_the_end_of_a_session_removes_what_the_next_does_not_have() -> None:
+def test_an_unknown_block_is_not_removed() -> None:
+    tiers = TierEvents()
+    tiers.set_session("session")
+    tiers.receive(Events(1, [stored(1)], [removed(1), removed(7)]))
+    assert tiers.take() == [stored(1), removed(1)]
+
+
+def test_the_end_of_a_session_removes_all_of_it() -> None:
     tiers = TierEvents()
     tiers.set_session("first")
-    tiers.receive(Events(1, [stored(1), stored(2, tier="store", group=1)], []))
-    assert len(tiers.take()) == 2
+    both = [stored(1), stored(2, tier="store", group=1)]
+    tiers.receive(Events(1, both, []))
+    assert tiers.take() == both
     tiers.set_session("second")
     tiers.receive(Events(2, [stored(1)], []))
-    assert tiers.take() == [removed(2, tier="store", group=1), stored(1)]
+    assert tiers.take() == [removed(1), removed(2, tier="store", group=1), stored(1)]
 
 
 def test_it_is_bounded_and_forgets_the_oldest() -> None:
     tiers = TierEvents(blocks_max=4)
     tiers.set_session("session")
-    for number in range(20):
-        tiers.receive(Events(1, [stored(number)], []))
-    assert tiers.take() == [stored(number) for number in range(16, 20)]
-    tiers.receive(Events(1, [stored(20)], []))
-    assert tiers.take() == [stored(20), removed(16)]
-    tiers.receive(Events(1, [], [removed(16), removed(17)]))
-    assert tiers.take() == [removed(17)]
+    tiers.receive(Events(1, [stored(number) for number in range(4)], []))
+    assert tiers.take() == [stored(number) for number in range(4)]
+    tiers.receive(Events(1, [stored(1), stored(4), stored(5)], []))
+    assert tiers.take() == [stored(1), stored(4), removed(0), stored(5), removed(2)]
+    tiers.receive(Events(1, [], [removed(0), removed(3)]))
+    assert tiers.take() == [removed(3)]
+
+
+def test_no_more_is_requested_while_vllm_takes_nothing() -> None:
+    client = DoubleClient()
+    session = session_of()
+    session.wants_events = True
+    client.attach(session)
+    tiers = TierEvents(blocks_max=2)
+    for number in range(6):
+        client.inbox.append(Events(session.epoch, [stored(number)], []))
+        tiers.poll(client.as_client())
+    assert [release.heard for release in client.sent_of(Release)] == [1, 2]
+    tiers.take()
+    tiers.poll(client.as_client())
+    assert client.sent_of(Release)[-1].heard == 6
 
 
 def test_a_subscriber_has_exactly_the_blocks_that_hold() -> None:
