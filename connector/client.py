@@ -16,10 +16,8 @@ import contextlib
 import errno
 import logging
 import os
-import select
 import socket
 import threading
-import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
@@ -94,40 +92,28 @@ class Attempt:
     context: object = None
 
 
-class _Lost(Exception):
-    """The Unix connection failed; the message says why."""
-
-
 def connect(paths: tuple[str, ...]) -> socket.socket:
-    """A connection to the first path that accepts one. Raises the `OSError` of the last path."""
-    *others, last = paths
-    for path in others:
-        with contextlib.suppress(OSError):
-            return _connect_to(path, default=True)
-    return _connect_to(last, default=bool(others))
+    """A connection to the first path that accepts one. Raises the `OSError` of the last path.
 
-
-def _connect_to(path: str, *, default: bool) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    connection.settimeout(REPLY_SECONDS_MAX)
-    try:
-        connection.connect(path)
-        if default:
-            _require_owner(path)
-    except OSError:
-        connection.close()
-        raise
-    return connection
-
-
-def _require_owner(path: str) -> None:
-    """Raise `PermissionError` for a socket of another user in /tmp, where any user may make one.
-
-    For default paths only: a configured path is trusted.
+    One path was configured and is trusted. Several are the defaults, and a socket in /tmp, where
+    any user may make one, must be root's or our own.
     """
-    owner = os.lstat(path).st_uid
-    if path.startswith("/tmp/") and owner not in (0, os.getuid()):  # noqa: S108 (see above)
-        raise PermissionError(errno.EPERM, f"it belongs to uid {owner}", path)
+    for path in paths:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        connection.settimeout(REPLY_SECONDS_MAX)
+        try:
+            connection.connect(path)
+            if len(paths) > 1 and path.startswith("/tmp/"):  # noqa: S108 (see above)
+                owner = os.lstat(path).st_uid
+                if owner not in (0, os.getuid()):
+                    raise PermissionError(errno.EPERM, f"it belongs to uid {owner}", path)
+        except OSError:
+            connection.close()
+            if path == paths[-1]:
+                raise
+        else:
+            return connection
+    raise ValueError("no path")
 
 
 class Client:
@@ -148,17 +134,17 @@ class Client:
         self._paths = paths
         self._make_attempt = make_attempt
         self._retry_seconds = retry_seconds
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._dealer: zmq.Socket[bytes] | None = None
         self._current: SidecarSession | None = None
         # Written by the thread, read by the engine's thread: a single reference, so no lock.
         self._offered: SidecarSession | None = None
         self._closing = threading.Event()
-        self._release_seconds_max = 0.0
-        self._held = False
-        """Whether the sidecar may still hold what the last attempt sent."""
+        self._connection: socket.socket | None = None
+        self._unanswered = False
+        """The sidecar may still take what the last attempt sent."""
+        self._released = False
         self._attached_once = threading.Event()
-        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.last_log = ""
         self.answers_stale = 0
         """Messages of an earlier run of the sidecar that were dropped."""
@@ -244,34 +230,32 @@ class Client:
         return messages
 
     def close(self, release_seconds_max: float = 0.0, *, wait_seconds_max: float = 2.0) -> bool:
-        """End the session and the thread. Returns whether the sidecar released everything of ours.
+        """End the session and the thread. May be called twice.
 
-        Waits `release_seconds_max` for that, and `wait_seconds_max` more. May be called twice.
+        With `release_seconds_max`, waits as long for the sidecar to release everything of ours, and
+        returns whether it did. Waits `wait_seconds_max` more for the thread.
         """
         if self._closing.is_set():
-            return not self._held
-        self._release_seconds_max = release_seconds_max
+            return self._released
         self._closing.set()
-        if os.getpid() == self._pid:
+        connection = self._connection if os.getpid() == self._pid else None
+        if connection is not None:
+            # After an end of file the sidecar unmaps our memory, and then hangs up.
+            how = socket.SHUT_WR if release_seconds_max else socket.SHUT_RDWR
             with contextlib.suppress(OSError):
-                os.write(self._wake_write, b"x")
-            self.thread.join(timeout=wait_seconds_max + release_seconds_max)
-        # Closed here and not by the thread, or the number could be another file when it is written
-        # to above. A thread that still waits for the answer to its attach keeps them.
-        if not self.thread.is_alive():
-            os.close(self._wake_read)
-            os.close(self._wake_write)
+                connection.shutdown(how)
+        self.thread.join(timeout=wait_seconds_max + release_seconds_max)
+        self._released = not (self._unanswered or self.thread.is_alive())
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
         self._close_dealer()
         self._current = None
-        if self._context is not None:
-            self._context.destroy(linger=0)
-            self._context = None
-        return not self._held
+        self._context.destroy(linger=0)
+        return self._released
 
     def _open_dealer(self, session: SidecarSession) -> None:
         try:
-            if self._context is None:
-                self._context = zmq.Context()
             dealer = self._dealer = self._context.socket(zmq.DEALER)
             dealer.setsockopt(zmq.IDENTITY, session.token)
             dealer.setsockopt(zmq.LINGER, 0)
@@ -301,25 +285,29 @@ class Client:
             session: SidecarSession | None = None
             try:
                 with connect(self._paths) as connection:
-                    self._held = True
+                    self._connection = connection
+                    # After `close` can see the connection: it may have been called before.
+                    if self._closing.is_set():
+                        return
                     session = self._attach(connection, self._make_attempt())
                     self._offered = session
                     self._attached_once.set()
                     path = connection.getpeername()
                     self._log(logging.INFO, "attached to the sidecar at %s", path)
-                    self._watch(connection, session)
-                    self._held = not self._released(connection)
-            except (_Lost, OSError, ProtocolError, ValueError) as error:
-                # Only a sidecar that does not answer may still take what was sent.
-                self._held = self._held and isinstance(error, TimeoutError)
+                    connection.settimeout(None)
+                    while True:
+                        self._index_moved(session, *self._receive(connection))
+            except (OSError, ProtocolError, ValueError) as error:
+                self._unanswered = isinstance(error, TimeoutError)
                 state = "lost" if session is not None else "absent"
-                self._log(
-                    logging.WARNING,
-                    "no sidecar at %s (%s: %s); serving without the cache until it is back",
-                    " or ".join(self._paths),
-                    state,
-                    error,
-                )
+                if not self._closing.is_set():
+                    self._log(
+                        logging.WARNING,
+                        "no sidecar at %s (%s: %s); serving without the cache until it is back",
+                        " or ".join(self._paths),
+                        state,
+                        error,
+                    )
             except Exception as error:
                 # A bug must not end the thread, or the engine would never attach again.
                 text = "attaching to the sidecar failed unexpectedly: %r"
@@ -338,8 +326,8 @@ class Client:
         if not isinstance(reply, Attached) or (scheduler and len(received) != 1):
             _close_all(received)
             if isinstance(reply, Refused):
-                raise _Lost(f"refused ({reply.code}): {reply.message}")
-            raise _Lost(
+                raise ConnectionError(f"refused ({reply.code}): {reply.message}")
+            raise ConnectionError(
                 f"unexpected answer {type(reply).__name__} with {len(received)} descriptors"
             )
         index = IndexReader(received[0], reply.index_bytes) if scheduler else None
@@ -354,41 +342,14 @@ class Client:
             wants_events=attempt.message.want_events,
         )
 
-    def _watch(self, connection: socket.socket, session: SidecarSession) -> None:
-        """Receive moved indexes until the sidecar closes the connection."""
-        # Not select(): descriptors of an engine may be above its limit of 1,024.
-        watched = select.poll()
-        watched.register(connection, select.POLLIN)
-        watched.register(self._wake_read, select.POLLIN)
-        while True:
-            ready = watched.poll()
-            if self._closing.is_set():
-                return
-            if not any(fd == connection.fileno() for fd, _ in ready):
-                continue
-            reply, received = self._receive(connection)
-            if not isinstance(reply, IndexMoved) or len(received) != 1:
-                _close_all(received)
-            elif reply.epoch != session.epoch:
-                self.answers_stale += 1
-                _close_all(received)
-            else:
-                session.moved.append(IndexReader(received[0], reply.index_bytes))
-
-    def _released(self, connection: socket.socket) -> bool:
-        """Detach, and wait until the sidecar hangs up, which it does after unmapping our memory."""
-        deadline = time.monotonic() + self._release_seconds_max
-        try:
-            connection.shutdown(socket.SHUT_WR)
-            while (left := deadline - time.monotonic()) > 0:
-                connection.settimeout(left)
-                if not connection.recv(FRAME_BYTES_MAX):
-                    return True
-        except ConnectionError:
-            return True
-        except OSError:
-            return False
-        return False
+    def _index_moved(
+        self, session: SidecarSession, moved: Attached | Refused | IndexMoved, fds: list[int]
+    ) -> None:
+        if isinstance(moved, IndexMoved) and len(fds) == 1 and moved.epoch == session.epoch:
+            session.moved.append(IndexReader(fds[0], moved.index_bytes))
+        else:
+            self.answers_stale += isinstance(moved, IndexMoved)
+            _close_all(fds)
 
     def _receive(
         self, connection: socket.socket
@@ -396,26 +357,12 @@ class Client:
         header, fds, _, _ = socket.recv_fds(
             connection, 4, FDS_PER_ATTACH_MAX, socket.MSG_CMSG_CLOEXEC
         )
-        if not header:
-            raise _Lost("the sidecar closed the connection")
         try:
-            while len(header) < 4:
-                header += self._more(connection, 4 - len(header))
-            length = stream_length(header)
-            body = b""
-            while len(body) < length:
-                body += self._more(connection, length - len(body))
-            return decode_attach_reply(body), list(fds)
+            length = stream_length(_filled(connection, header, 4))
+            return decode_attach_reply(_filled(connection, b"", length)), list(fds)
         except BaseException:
             _close_all(fds)
             raise
-
-    @staticmethod
-    def _more(connection: socket.socket, count: int) -> bytes:
-        piece = connection.recv(count)
-        if not piece:
-            raise _Lost("the sidecar closed the connection within a message")
-        return piece
 
     def _log(self, level: int, text: str, *arguments: object, exc_info: bool = False) -> None:
         """Log what differs from the last line."""
@@ -423,6 +370,16 @@ class Client:
         if line != self.last_log:
             self.last_log = line
             logger.log(level, "kvlake: %s", line, exc_info=exc_info)
+
+
+def _filled(connection: socket.socket, data: bytes, count: int) -> bytes:
+    """`data` and what follows it on a connection, up to `count` bytes."""
+    while len(data) < count:
+        piece = connection.recv(count - len(data))
+        if not piece:
+            raise ConnectionError("the sidecar closed the connection")
+        data += piece
+    return data
 
 
 def _close_all(fds: list[int]) -> None:
@@ -458,8 +415,6 @@ class UncachedNotice:
         self._payload = frame_stream(encode(declined))
         self._closing = threading.Event()
         self._connection: socket.socket | None = None
-        self.pause_seconds = 0.0
-        """The last pause before another attempt."""
         self._thread = threading.Thread(target=self._run, name="kvlake-uncached", daemon=True)
         self._thread.start()
 
@@ -474,17 +429,11 @@ class UncachedNotice:
         while not self._closing.is_set():
             refused = False
             with contextlib.suppress(OSError), connect(self._paths) as connection:
-                refused = self._send(connection)
-            self.pause_seconds = NOTICE_REFUSED_SECONDS if refused else NOTICE_RETRY_SECONDS
-            self._closing.wait(self.pause_seconds)
-
-    def _send(self, connection: socket.socket) -> bool:
-        """Send the notice and wait for the end of file. An answer means that it was refused."""
-        connection.sendall(self._payload)
-        connection.settimeout(None)
-        self._connection = connection
-        try:
-            # After `close` can see the connection: it may have been called before.
-            return not self._closing.is_set() and bool(connection.recv(1))
-        finally:
-            self._connection = None
+                connection.sendall(self._payload)
+                connection.settimeout(None)
+                self._connection = connection
+                # After `close` can see the connection: it may have been called before.
+                if not self._closing.is_set():
+                    # The sidecar answers only to refuse the notice; otherwise it hangs up.
+                    refused = bool(connection.recv(1))
+            self._closing.wait(NOTICE_REFUSED_SECONDS if refused else NOTICE_RETRY_SECONDS)
