@@ -1,17 +1,15 @@
 """Makes the KV cache memory of one worker mappable by the sidecar.
 
-CPU: while vLLM allocates the cache, its one `torch.zeros` returns a tensor over a memfd. If that
-allocation was not seen, the storage is moved to shared memory once, before it holds any KV.
+CPU: while vLLM allocates the cache, its one `torch.zeros` returns a tensor over a memfd.
 
 CUDA: the allocation is exported whole, by a legacy IPC handle or, for memory of the virtual memory
-API, as a descriptor (`tiers/cuda/ipc_export.py`). What cannot be shared (MIG, several allocations)
-is refused with the remedy.
+API, as a descriptor (`tiers/cuda/ipc_export.py`).
+
+What cannot be shared (MIG, several allocations) is refused with the remedy.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import mmap
 import os
 from dataclasses import dataclass
@@ -31,8 +29,6 @@ from tiers.kv.memfd import keep_out_of_dumps, sealed_memfd
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-_MAP_FIXED: Final = 0x10
 
 
 class ExportRefused(Exception):
@@ -63,6 +59,8 @@ class MemfdAllocation(TorchFunctionMode):
         self.fd = -1
         self.size_bytes = 0
         self.address = 0
+        self.fault: OSError | None = None
+        """Why there is no memfd; `export` raises it, and the engine starts uncached."""
 
     def __torch_function__(
         self,
@@ -73,9 +71,10 @@ class MemfdAllocation(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.zeros and self.fd < 0 and self._is_cache(args, kwargs):
-            # Without a memfd `export` reports the error, and the engine starts uncached.
-            with contextlib.suppress(OSError):
+            try:
                 return self._allocate(int(args[0]), kwargs["dtype"])
+            except OSError as error:
+                self.fault = error
         return func(*args, **kwargs)
 
     @staticmethod
@@ -184,6 +183,7 @@ def export(
     Raises:
         ExportRefused: the memory is not one allocation, or is of a kind that cannot be shared.
         LayoutError: the tensors do not form a layout.
+        OSError: `allocation` could not be made on a memfd.
     """
     tensors = [tensor for group in groups for tensor in group.tensors]
     kinds = {tensor.device.type for tensor in tensors}
@@ -199,12 +199,16 @@ def export(
         )
     if kinds == {"cuda"}:
         return _export_gpu(groups, stream)
-    if allocation is not None and allocation.fd >= 0 and storages == {allocation.address}:
-        fd, size_bytes, base = allocation.fd, allocation.size_bytes, allocation.address
-    else:
-        fd, size_bytes, base = _move_to_shared(tensors[0])
-    layout, *others = [_layout(group, base, size_bytes) for group in groups]
-    return ExportedMemory(fd, size_bytes, layout, others)
+    if allocation is not None and allocation.fault is not None:
+        raise allocation.fault
+    if allocation is None or storages != {allocation.address}:
+        raise ExportRefused(
+            "this release of vLLM allocates its KV cache in a way that kvlake does not know; use a "
+            "supported release, or remove the kv connector from this engine"
+        )
+    size_bytes = allocation.size_bytes
+    layout, *others = [_layout(group, allocation.address, size_bytes) for group in groups]
+    return ExportedMemory(allocation.fd, size_bytes, layout, others)
 
 
 def require_block_tokens(memory: ExportedMemory, block_tokens: Sequence[int]) -> None:
@@ -257,42 +261,3 @@ def _layout(group: GroupTensors, base: int, size_bytes: int) -> KVLayout:
         size_bytes=size_bytes,
         entry_tokens=group.entry_tokens,
     )
-
-
-def _move_to_shared(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Move a storage, and with it every tensor over it, to shared memory. Copies once, at start."""
-    storage = tensor.untyped_storage()
-    # torch moves it to a file in /dev/shm, which cannot be sealed, and the sidecar refuses unsealed
-    # memory. So a memfd with the same bytes is mapped over it, at the same address.
-    storage._share_fd_cpu_()  # pyright: ignore[reportPrivateUsage]
-    address, num_bytes = storage.data_ptr(), storage.nbytes()
-    mapped_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    fd = sealed_memfd("kvlake-kv", mapped_bytes)
-    try:
-        with mmap.mmap(fd, mapped_bytes) as copy:
-            ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(copy)), address, num_bytes)
-        _map_over(address, mapped_bytes, fd)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd, mapped_bytes, address
-
-
-def _map_over(address: int, size_bytes: int, fd: int) -> None:
-    """Replace the mapping at `address` with one of `fd` (mmap with MAP_FIXED)."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    flags = mmap.MAP_SHARED | _MAP_FIXED
-    mapped = libc.mmap(
-        ctypes.c_void_p(address),
-        ctypes.c_size_t(size_bytes),
-        ctypes.c_int(mmap.PROT_READ | mmap.PROT_WRITE),
-        ctypes.c_int(flags),
-        ctypes.c_int(fd),
-        ctypes.c_longlong(0),
-    )
-    if mapped != address:
-        code = ctypes.get_errno()
-        raise OSError(code, f"KV memory cannot be mapped again: {os.strerror(code)}")
-    # As `keep_out_of_dumps`, for a mapping that is no Python object.
-    libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), mmap.MADV_DONTDUMP)

@@ -8,14 +8,35 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
     from sidecar.protocol import LoadJob, StoreJob
 
 OVERHEAD_BYTES_MAX: Final = 128
 """Size of an encoded job, or chunk of a job, without its tokens and block ids."""
 BLOCK_ID_BYTES_MAX: Final = 5
+
+T = TypeVar("T")
+
+
+def batches(
+    items: Iterable[T], bytes_max_of: Callable[[T], int], bytes_max: int, items_max: int
+) -> Iterator[list[T]]:
+    """Items in order, in as few lists as fit into messages. An item alone may be larger."""
+    batch: list[T] = []
+    size_bytes = 0
+    for item in items:
+        item_bytes = bytes_max_of(item)
+        if batch and (len(batch) == items_max or size_bytes + item_bytes > bytes_max):
+            yield batch
+            batch, size_bytes = [], 0
+        batch.append(item)
+        size_bytes += item_bytes
+    if batch:
+        yield batch
 
 
 @dataclass(slots=True)
@@ -42,6 +63,8 @@ class Store:
     job: StoreJob
     adapter_id: int = 0
     adapter_files: str = ""
+    request_id: None = field(default=None, init=False)
+    """No request waits for it."""
 
     @property
     def bytes_max(self) -> int:

@@ -26,12 +26,11 @@ import connector.ownership  # noqa: F401 # pyright: ignore[reportUnusedImport] (
 from connector.client import Attempt, Client, UncachedNotice
 from connector.events import events_endpoints, hits_event, vllm_events
 from connector.export import (
-    EXPORT_FAULTS,
     ExportedMemory,
+    ExportRefused,
     GroupTensors,
     MemfdAllocation,
     export,
-    fault_reason,
     require_block_tokens,
 )
 from connector.identity.adapters import LoadedAdapters
@@ -55,8 +54,8 @@ from connector.vllm_workarounds import (
     watch_adapter_loads,
     watch_engine_weights,
 )
-from connector.worker import SleepMode, TransferResults, WorkerRole
-from sidecar.protocol import Attach, Memory, Role
+from connector.worker import WorkerRole
+from sidecar.protocol import Attach, Role
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -108,10 +107,8 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler: SchedulerRole | None = None
         self._worker: WorkerRole | None = None
-        self._sleep_mode: SleepMode | None = None
         self._allocation: MemfdAllocation | None = None
-        self._transfers: TransferResults | None = None
-        self._unreported_refusal = ""
+        self._report = StepReport()
         self._notice: UncachedNotice | None = None
         self._uncached_requests = 0
         self._publishes_hits = False
@@ -131,7 +128,11 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
                 )
                 self._notify_uncached(self._engine.reason, self._engine.refusal)
         elif role == KVConnectorRole.SCHEDULER:
-            self._scheduler = self._make_scheduler(vllm_config)
+            transfer = vllm_config.kv_transfer_config
+            outer = multi_connector_transfer()
+            self._beside_others = outer is not None
+            # Both before vLLM goes on: it reads the policy that this sets.
+            self._reads = transfer.is_kv_consumer and recomputes_failed_loads(transfer, outer)
 
     def _notify_uncached(self, reason: UncachedReason, message: str) -> None:
         """Tell the sidecar, for as long as this process lives, that it is not cached."""
@@ -139,10 +140,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             engine, role = self._engine, Role(self.role.name.lower())
             self._notice = UncachedNotice(engine.sockets, role, engine.engine_id, reason, message)
 
-    def _make_scheduler(self, vllm_config: Any) -> SchedulerRole:
-        transfer = vllm_config.kv_transfer_config
-        outer = multi_connector_transfer()
-        reads = transfer.is_kv_consumer and recomputes_failed_loads(transfer, outer)
+    def _make_scheduler(self, vllm_config: Any, block_pool: Any) -> SchedulerRole:
         engine = self._engine
         events = vllm_config.kv_events_config
         self._wants_events = bool(events is not None and events.enable_kv_cache_events)
@@ -164,22 +162,18 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             )
         adapters = adapter_settings(vllm_config)
         settings = Settings(
-            reads=reads,
-            writes=transfer.is_kv_producer,
+            reads=self._reads,
+            writes=vllm_config.kv_transfer_config.is_kv_producer,
+            world_size=engine.world_size,
+            num_blocks=engine.num_blocks,
+            speculation=engine.speculation,
             load_tokens_min=engine.load_tokens_min,
             caches_media=not engine.media_refusal,
-            beside_others=outer is not None,
+            beside_others=self._beside_others,
             adapters=json.dumps(adapters, sort_keys=True) if adapters else "",
         )
         groups = [CachedGroup(digest_of(one.namespace), one.geometry) for one in engine.groups]
-        role = SchedulerRole(
-            client,
-            groups,
-            settings,
-            engine.world_size,
-            speculation=engine.speculation,
-            num_blocks=engine.num_blocks,
-        )
+        role = SchedulerRole(client, groups, settings, block_pool)
         watch_engine_weights(role)
         return role
 
@@ -213,15 +207,13 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Describe and share the cache; without it the worker serves uncached."""
         engine = self._engine
-        if engine.refusal:
-            # The scheduler may see less: of a group of unlike layers, one.
-            self._unreported_refusal = engine.refusal
-            self._notify_uncached(engine.reason, engine.refusal)
-            return
         self._weights.watch()
-        place = this_place()
 
         def share() -> ExportedMemory:
+            if engine.refusal:
+                # The scheduler may see less: of a group of unlike layers, one.
+                raise ExportRefused(engine.refusal)
+            place = this_place()
             groups = [
                 GroupTensors(
                     [kv_caches[name] for name in group.layer_names],
@@ -235,24 +227,21 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             require_block_tokens(exported, [one.geometry.block_tokens for one in engine.groups])
             return exported
 
-        def describe(exported: ExportedMemory, shared: Memory) -> Attach:
-            return engine.attach(
-                Role.WORKER, engine.parallel_layout.number(place), exported, memory=shared
-            )
+        def describe(exported: ExportedMemory) -> Attach:
+            number = engine.parallel_layout.number(this_place())
+            return engine.attach(Role.WORKER, number, exported, memory=exported.shared)
 
-        try:
-            self._worker = WorkerRole(
-                share(),
-                lambda make_attempt: self._attached(Client(engine.sockets, make_attempt)),
-                describe,
-            )
-        except EXPORT_FAULTS as error:
-            # The scheduler logs it, once for all ranks.
-            self._unreported_refusal = fault_reason(error)
-            logger.debug("kvlake: this worker cannot be served: %s", self._unreported_refusal)
-            self._notify_uncached("memory", self._unreported_refusal)
-            return
-        self._sleep_mode = SleepMode(self._worker, share)
+        self._worker = WorkerRole(
+            share, lambda attempt: self._attached(Client(engine.sockets, attempt)), describe
+        )
+        self._notify_refused_worker()
+
+    def _notify_refused_worker(self) -> None:
+        """The scheduler logs it, once for all ranks."""
+        if self._worker is not None and (refusal := self._worker.refusal):
+            logger.debug("kvlake: this worker cannot be served: %s", refusal)
+            reason = self._engine.reason if self._engine.refusal else "memory"
+            self._notify_uncached(reason, refusal)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003
@@ -261,15 +250,14 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def unregister_kv_caches(self) -> None:
         """Before sleep: have the sidecar release the memory."""
-        if self._sleep_mode is not None:
-            self._sleep_mode.unregister()
+        if self._worker is not None:
+            self._worker.unregister()
 
     def restore_kv_caches(self) -> None:
         """After sleep: share the memory again."""
-        if self._sleep_mode is not None:
-            self._sleep_mode.restore()
-            if self._sleep_mode.failure:
-                self._notify_uncached("memory", self._sleep_mode.failure)
+        if self._worker is not None:
+            self._worker.restore()
+            self._notify_refused_worker()
 
     def _attached(self, client: Client) -> Client:
         client.wait_attached(self._engine.attach_seconds)
@@ -293,41 +281,33 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         stale = self._weights.unknown_to(metadata.plan.weight_changes)
         if self._worker is not None:
             self._worker.submit(metadata.plan, self._adapters.holds, stale=stale)
-        elif metadata.plan.loads or metadata.plan.stores:
-            self._transfers = _unserved(metadata.plan, self._transfers)
 
     def get_transfer_results(
         self,
         finished_req_ids: set[str],  # noqa: ARG002 (vLLM's signature)
     ) -> KVConnectorTransferResults:
         """Loads that ended on this rank, failed ones among them."""
-        if self._worker is not None:
-            self._transfers = self._worker.collect()
-        if self._transfers is None:
+        if self._worker is None:
             return KVConnectorTransferResults()
+        results = self._worker.collect()
+        self._report = results.report
         return KVConnectorTransferResults(
-            finished_recving=self._transfers.loaded, failed_recving=self._transfers.failed
+            finished_recving=results.loaded, failed_recving=results.failed
         )
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Stores that ended on this rank; and once, why it is not served."""
-        transfers, self._transfers = self._transfers, None
-        report = StepReport() if transfers is None else transfers.report
-        if self._weights.take():
-            report = report.add(StepReport(weights_changed=True))
-        if loaded := self._adapters.take():
-            report = report.add(StepReport(adapters=loaded))
-        if self._unreported_refusal:
-            report = report.add(StepReport(refusal=self._unreported_refusal))
-            self._unreported_refusal = ""
+        """What else ended or changed on this rank."""
+        report, self._report = self._report, StepReport()
+        report.weights_changed = self._weights.take()
+        report.adapters = self._adapters.take()
         return None if report.empty else KVLakeWorkerMetadata(report)
 
     # --- scheduler -----------------------------------------------------------------------------
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Keep the pool: references in it hold the blocks of outstanding stores."""
-        if self._scheduler is not None:
-            self._scheduler.bind_block_pool(gpu_block_pool)
+        """Begin to serve. vLLM calls this once its scheduler is made, before any request."""
+        if not self._engine.refusal:
+            self._scheduler = self._make_scheduler(self._vllm_config, gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
         """Hash the prompt once, and start to read what only the object store has."""
@@ -380,7 +360,8 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.loads_ended(
             connector_output.finished_recving or (), connector_output.failed_recving or ()
         )
-        self._scheduler.blocks_failed(connector_output.invalid_block_ids or ())
+        # Another connector's, which vLLM computes again.
+        self._scheduler.stores.distrust(connector_output.invalid_block_ids or ())
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, KVLakeWorkerMetadata):
             self._scheduler.stores_ended(metadata.report)
@@ -475,22 +456,8 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         unwatch_weights(self._weights)
         if self._scheduler is not None:
             unwatch_weights(self._scheduler)
-            self._scheduler.close()
+            self._scheduler.client.close()
         if self._worker is not None:
             self._worker.close()
         if self._notice is not None:
             self._notice.close()
-
-
-def _unserved(plan: StepPlan, earlier: TransferResults | None) -> TransferResults:
-    """Fail every job of a step, on a rank whose memory could not be shared.
-
-    With drafts, vLLM takes a step's results before this, so `earlier` ones may be unreported.
-    """
-    loads = {load.request_id for load in plan.loads}
-    ended = {store.job.job_id: 1 for store in plan.stores}
-    report = StepReport(ended, len(ended))
-    if earlier is not None:
-        loads |= earlier.loaded
-        report = earlier.report.add(report)
-    return TransferResults(loads, set(loads), report)

@@ -67,36 +67,39 @@ import sys
 import weakref
 from functools import wraps
 from inspect import currentframe
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-    from types import FrameType
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from connector.identity.adapters import LoadedAdapters
 
 logger = logging.getLogger("vllm.kvlake")
 
-_Found = TypeVar("_Found")
 _wrappers: Final = weakref.WeakSet[Any]()
 """Functions of ours in vLLM's place."""
 
 
-def _search_callers(find: Callable[[FrameType], _Found | None]) -> _Found | None:
-    """The first thing that `find` returns of the frames below; the nearest caller comes first."""
+def _callers() -> Iterator[Mapping[str, Any]]:
+    """Local variables of the functions that are running, the nearest caller first."""
     frame = currentframe()
     while frame is not None:
-        if (found := find(frame)) is not None:
-            return found
+        yield frame.f_locals
         frame = frame.f_back
-    return None
 
 
 # --- blocks that were hashed and not computed --------------------------------------------------
 
 
 class UncomputedBlocks:
-    """How far each request was scheduled, and which cached blocks lie behind that."""
+    """How far each request was scheduled, and which cached blocks lie behind that.
 
-    def __init__(self) -> None:
+    `block_pool` is vLLM's, which has `num_groups` KV cache groups.
+    """
+
+    def __init__(self, block_pool: Any, num_groups: int) -> None:
+        self._block_pool = block_pool
+        self._num_groups = num_groups
         self._requests: dict[str, Any] = {}
         self._reached: dict[str, int] = {}
 
@@ -109,27 +112,17 @@ class UncomputedBlocks:
         self._requests.pop(request_id, None)
         self._reached.pop(request_id, None)
 
-    def step(
-        self,
-        scheduled: Mapping[str, int],
-        preempted: Iterable[str],
-        block_pool: Any,
-        num_groups: int,
-    ) -> int:
+    def step(self, scheduled: Mapping[str, int], preempted: Iterable[str]) -> int:
         """Evict what preempted requests did not compute; returns how many blocks that were.
 
-        Args:
-            scheduled: request id to the number of tokens that it computes in this step.
-            preempted: ids of requests that lost their blocks, some after they were scheduled.
-            block_pool: vLLM's, or None where it is not known yet.
-            num_groups: KV cache groups.
+        `scheduled` is how many tokens each request computes in this step. `preempted` requests lost
+        their blocks, some after they were scheduled.
         """
         evicted = 0
         for request_id in preempted:
             reached = self._reached.pop(request_id, None)
-            if reached is not None and block_pool is not None:
-                request = self._requests[request_id]
-                evicted += _evict_from(block_pool, request, reached, num_groups)
+            if reached is not None:
+                evicted += self._evict_from(self._requests[request_id], reached)
         for request_id, num_tokens in scheduled.items():
             request = self._requests.get(request_id)
             if request is not None:
@@ -138,24 +131,24 @@ class UncomputedBlocks:
                 self._reached[request_id] = min(computed, request.num_tokens)
         return evicted
 
+    def _evict_from(self, request: Any, num_tokens: int) -> int:
+        """Evict all blocks with hashes of a request beyond `num_tokens`; returns how many.
 
-def _evict_from(block_pool: Any, request: Any, num_tokens: int, num_groups: int) -> int:
-    """Evict all blocks with hashes of a request beyond `num_tokens`; returns how many.
-
-    Of two blocks with one hash one may be right; which is not known.
-    """
-    evicted = 0
-    for block_hash in request.block_hashes[num_tokens // block_pool.hash_block_size :]:
-        for group in range(num_groups):
-            seen = set[int]()
-            while found := block_pool.get_cached_block(block_hash, [group]):
-                block_id = found[0].block_id
-                if block_id in seen:
-                    break
-                seen.add(block_id)
-                block_pool.evict_blocks({block_id})
-            evicted += len(seen)
-    return evicted
+        Of two blocks with one hash one may be right; which is not known.
+        """
+        pool = self._block_pool
+        evicted = 0
+        for block_hash in request.block_hashes[num_tokens // pool.hash_block_size :]:
+            for group in range(self._num_groups):
+                seen = set[int]()
+                while found := pool.get_cached_block(block_hash, [group]):
+                    block_id = found[0].block_id
+                    if block_id in seen:
+                        break
+                    seen.add(block_id)
+                    pool.evict_blocks({block_id})
+                evicted += len(seen)
+        return evicted
 
 
 # --- MultiConnector ----------------------------------------------------------------------------
@@ -168,23 +161,19 @@ def multi_connector_transfer() -> Any | None:
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-    def of_constructor(frame: FrameType) -> Any | None:
-        config = frame.f_locals.get("vllm_config")
-        made = isinstance(frame.f_locals.get("self"), MultiConnector)
-        return config.kv_transfer_config if made and config is not None else None
-
-    return _search_callers(of_constructor)
+    for variables in _callers():
+        config = variables.get("vllm_config")
+        if isinstance(variables.get("self"), MultiConnector) and config is not None:
+            return config.kv_transfer_config
+    return None
 
 
 def called_by_multi_connector() -> bool:
     """Whether a class method is being called by one of `MultiConnector`, for its children."""
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-    def is_multi(frame: FrameType) -> bool | None:
-        owner = frame.f_locals.get("cls")
-        return (isinstance(owner, type) and issubclass(owner, MultiConnector)) or None
-
-    return bool(_search_callers(is_multi))
+    owners = [variables.get("cls") for variables in _callers()]
+    return any(isinstance(owner, type) and issubclass(owner, MultiConnector) for owner in owners)
 
 
 def recomputes_failed_loads(transfer: Any, outer: Any | None) -> bool:
@@ -212,25 +201,15 @@ def recomputes_failed_loads(transfer: Any, outer: Any | None) -> bool:
 # --- LoRA adapters -----------------------------------------------------------------------------
 
 
-class AdapterLoadListener(Protocol):
-    """Is told of each adapter that this process loads."""
-
-    def begin(self, lora: Any) -> Any:
-        """Called before vLLM reads an adapter; `note` gets what this returns."""
-
-    def note(self, lora: Any, before: Any) -> None:
-        """Called after vLLM has read it."""
-
-
 _adapter_listeners: Final = weakref.WeakSet[Any]()
 
 
-def watch_adapter_loads(listener: AdapterLoadListener) -> None:
-    """Tell a listener what vLLM loads in this process from now on."""
+def watch_adapter_loads(adapters: LoadedAdapters) -> None:
+    """Tell `adapters` what vLLM loads in this process from now on."""
     # Not at import: vLLM imports the connector in processes that have no adapters.
     from vllm.lora.worker_manager import WorkerLoRAManager
 
-    _adapter_listeners.add(listener)
+    _adapter_listeners.add(adapters)
     manager: Any = WorkerLoRAManager
     load = manager._load_adapter  # noqa: SLF001 (the one method that all loads pass)
     if load in _wrappers:
@@ -261,13 +240,6 @@ WEIGHT_CALLS: Final = (
 """Methods of vLLM's worker that replace weights, in the releases that have them."""
 
 
-class WeightListener(Protocol):
-    """Is told of replaced weights."""
-
-    def weights_changed(self) -> None:
-        """Weights are about to be replaced, or were."""
-
-
 _engine_listeners: Final = weakref.WeakSet[Any]()
 _worker_listeners: Final = weakref.WeakSet[Any]()
 
@@ -292,7 +264,7 @@ class WeightChanges:
         if module := sys.modules.get("vllm.v1.worker.gpu_worker"):
             for name in WEIGHT_CALLS:
                 _wrap(module.Worker, name, _worker_listeners)
-        runner = _search_callers(_runner_of)
+        runner = next(filter(_is_runner, (one.get("self") for one in _callers())), None)
         if runner is None:
             return
         _wrap(runner, "reload_weights", _worker_listeners)
@@ -317,24 +289,24 @@ class WeightChanges:
         return self._changed and not reported
 
 
-def watch_engine_weights(listener: WeightListener) -> None:
-    """Tell a listener of calls to the engine core of this process that replace weights."""
+def watch_engine_weights(listener: Any) -> None:
+    """Call `listener.weights_changed` around calls to the engine core that replace weights."""
     _engine_listeners.add(listener)
     # A process that has not imported it runs none.
     if module := sys.modules.get("vllm.v1.engine.core"):
         core = module.EngineCore
         _wrap(core, "set_weight_version", _engine_listeners)
-        _wrap(core, "collective_rpc", _engine_listeners, _replaces_weights)
+
+        def replaces(_core: Any, method: Any, *_args: Any, **_kwargs: Any) -> bool:
+            return method in WEIGHT_CALLS
+
+        _wrap(core, "collective_rpc", _engine_listeners, replaces)
 
 
-def unwatch_weights(listener: WeightListener) -> None:
+def unwatch_weights(listener: Any) -> None:
     """Tell a listener no more; may be repeated."""
     _engine_listeners.discard(listener)
     _worker_listeners.discard(listener)
-
-
-def _replaces_weights(_core: Any, method: Any, *_args: Any, **_kwargs: Any) -> bool:
-    return method in WEIGHT_CALLS
 
 
 def _wrap(
@@ -363,8 +335,6 @@ def _wrap(
     setattr(owner, name, wrapped)
 
 
-def _runner_of(frame: FrameType) -> Any | None:
-    """The model runner that registers its KV caches now, which no connector is shown."""
-    caller = frame.f_locals.get("self")
-    is_runner = hasattr(caller, "get_model") and hasattr(caller, "reload_weights")
-    return caller if is_runner else None
+def _is_runner(caller: Any) -> bool:
+    """Whether a caller is the model runner, which no connector is shown."""
+    return hasattr(caller, "get_model") and hasattr(caller, "reload_weights")

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from connector.client import Attempt, Client, SidecarSession
 from connector.export import EXPORT_FAULTS, fault_reason
-from connector.plan import Load, StepPlan, StepReport, Store
+from connector.plan import Load, StepPlan, StepReport, Store, batches
 from sidecar.protocol import (
     FRAME_BYTES_MAX,
     JOBS_PER_MESSAGE_MAX,
@@ -24,7 +25,6 @@ from sidecar.protocol import (
     Done,
     Error,
     JobOutcome,
-    Memory,
     Outcome,
     Submit,
 )
@@ -32,7 +32,7 @@ from tiers.errors import TierError
 from tiers.kv.fence import WorkerFence
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable
 
     from connector.export import ExportedMemory
 
@@ -42,7 +42,7 @@ JOBS_BYTES_MAX: Final = FRAME_BYTES_MAX - 64 * 1024
 IDLE_WAIT_MS: Final = 2
 """vLLM itself sleeps for 1 ms between two steps with nothing to do. An answer ends the wait."""
 RELEASE_SECONDS_MAX: Final = 10.0
-"""How long `SleepMode` waits for the sidecar to unmap; it takes milliseconds unless a copy runs."""
+"""How long to wait before sleep until the sidecar unmapped, which takes milliseconds."""
 
 
 @dataclass(slots=True)
@@ -67,17 +67,23 @@ class TransferResults:
 
 
 class WorkerRole:
-    """One rank's end of the connector. `describe` builds its `Attach` from its memory."""
+    """One rank's end of the connector.
+
+    Args:
+        export: shares the rank's KV memory as it is now; raises one of `EXPORT_FAULTS`.
+        describe: builds the `Attach` from what was exported.
+    """
 
     def __init__(
         self,
-        memory: ExportedMemory,
+        export: Callable[[], ExportedMemory],
         make_client: Callable[[Callable[[], Attempt]], Client],
-        describe: Callable[[ExportedMemory, Memory], Attach],
+        describe: Callable[[ExportedMemory], Attach],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._memory = memory
+        self._export = export
+        self._make_client = make_client
         self._describe = describe
         self._clock = clock
         self._step = 0
@@ -90,18 +96,33 @@ class WorkerRole:
         """Fences of lost sessions that may still have open jobs."""
         self.outstanding: dict[int, _Outstanding] = {}
         self._results = TransferResults()
-        self._make_client = make_client
-        self.client = make_client(self._make_attempt)
+        self._memory: ExportedMemory | None = None
+        """None during sleep, and after a refusal."""
+        self.client: Client | None = None
+        self.refusal = ""
+        """Why this rank can never be served, or nothing. All ranks and the scheduler detach."""
+        self._share()
+
+    def _share(self, when: str = "", remedy: str = "") -> None:
+        try:
+            self._memory = self._export()
+        except EXPORT_FAULTS as error:
+            # Not tried again: the other ranks and the scheduler leave too, and nothing calls them.
+            self.refusal = f"{when}{fault_reason(error)}{remedy}"
+            self._results.report.refusal = self.refusal
+            return
+        self.client = self._make_client(self._make_attempt)
 
     def _make_attempt(self) -> Attempt:
         # Runs on the client's thread. A new fence page per attempt: an earlier sidecar that still
         # runs must not read what is meant for its successor.
-        fence = self._memory.new_fence()
-        message = self._describe(self._memory, self._memory.shared)
-        return Attempt(message, [*self._memory.fds, fence.fd], fence)
+        memory = self._memory
+        assert memory is not None
+        fence = memory.new_fence()
+        return Attempt(self._describe(memory), [*memory.fds, fence.fd], fence)
 
     def _refresh_session(self) -> SidecarSession | None:
-        session = self.client.session
+        session = self.client.session if self.client is not None else None
         if session is not self._session:
             # The old page stays open until its jobs are known to be void; see `_expire`.
             if self.fence is not None:
@@ -125,56 +146,48 @@ class WorkerRole:
         `has_adapter` says whether this worker loaded these files for an adapter's number: KV of
         other files must not be stored. A `stale` plan was made for other weights: its jobs fail.
         """
-        if plan.retired:
+        if plan.retired and self.client is not None:
             # In the middle of a step, so do not wait. Open jobs end as when a sidecar dies. The
             # memory stays until `close`: the client's thread may be sending its descriptor.
             self.client.close(wait_seconds_max=0.0)
         self._idle = plan.idle
         self._waiting = plan.waiting
-        if stale:
-            self._fail(plan.loads, plan.stores)
-            return
-        foreign = [
-            store for store in plan.stores if not has_adapter(store.adapter_id, store.adapter_files)
-        ]
-        if foreign:
-            self._fail([], foreign)
-            plan = replace(plan, stores=[store for store in plan.stores if store not in foreign])
-        if not plan.loads and not plan.stores:
+        jobs: list[Load | Store] = []
+        for job in (*plan.loads, *plan.stores):
+            if stale or not (
+                isinstance(job, Load) or has_adapter(job.adapter_id, job.adapter_files)
+            ):
+                self._fail(job)
+            else:
+                jobs.append(job)
+        if not jobs:
             return
         session = self._refresh_session()
         fence = self.fence
         self._step += 1
         if session is None or fence is None or not self._signal(fence):
-            self._fail(plan.loads, plan.stores)
+            for job in jobs:
+                self._fail(job)
             return
+        assert self.client is not None
         now = self._clock()
         load_deadline = now + session.limits.load_deadline_ms_max / 1000
         store_deadline = now + session.limits.store_deadline_ms_max / 1000
-        for loads, stores in _in_messages(plan):
-            message = Submit(
-                session.epoch,
-                self._step,
-                [load.job for load in loads],
-                [store.job for store in stores],
-            )
-            if not self.client.send(session, message):
-                self._fail(loads, stores)
-                continue
-            for load in loads:
-                job_id = load.job.job_id
-                self.outstanding[job_id] = _Outstanding(
-                    job_id, load.request_id, load_deadline, fence
-                )
-            for store in stores:
-                job_id = store.job.job_id
-                self.outstanding[job_id] = _Outstanding(job_id, None, store_deadline, fence)
+        size_of = attrgetter("bytes_max")
+        for batch in batches(jobs, size_of, JOBS_BYTES_MAX, JOBS_PER_MESSAGE_MAX):
+            loads = [job.job for job in batch if isinstance(job, Load)]
+            stores = [job.job for job in batch if isinstance(job, Store)]
+            sent = self.client.send(session, Submit(session.epoch, self._step, loads, stores))
+            for job in batch:
+                if not sent:
+                    self._fail(job)
+                    continue
+                deadline = load_deadline if isinstance(job, Load) else store_deadline
+                job_id = job.job.job_id
+                self.outstanding[job_id] = _Outstanding(job_id, job.request_id, deadline, fence)
 
-    def _fail(self, loads: Sequence[Load], stores: Sequence[Store]) -> None:
-        for load in loads:
-            self._end(load.job.job_id, load.request_id, Outcome.FAILED)
-        for store in stores:
-            self._end(store.job.job_id, None, Outcome.FAILED)
+    def _fail(self, job: Load | Store) -> None:
+        self._end(job.job.job_id, job.request_id, Outcome.FAILED)
 
     def _signal(self, fence: WorkerFence) -> bool:
         """Have the page show when this step's work is done; False if it never will.
@@ -198,10 +211,11 @@ class WorkerRole:
         from running for seconds.
         """
         self._refresh_session()
-        if self._idle and (self.outstanding or self._waiting):
-            self.client.wait(IDLE_WAIT_MS)
-        if self.outstanding or self.retired:
-            for message in self.client.poll():
+        client = self.client
+        if client is not None and self._idle and (self.outstanding or self._waiting):
+            client.wait(IDLE_WAIT_MS)
+        if client is not None and (self.outstanding or self.retired):
+            for message in client.poll():
                 if isinstance(message, Done):
                     self._answered(message.jobs)
                 elif isinstance(message, Error):
@@ -263,92 +277,34 @@ class WorkerRole:
         if outcome is not Outcome.OK:
             results.failed.add(request_id)
 
-    def suspend(self, seconds_max: float) -> bool:
-        """Detach before the engine's memory is freed. Returns whether the sidecar unmapped it.
-
-        Open jobs end as when a sidecar dies. Until `resume` every new job fails at once.
-        """
-        unmapped = self.client.close(seconds_max)
-        self._refresh_session()
-        self._expire()
-        self._memory.close()
-        return unmapped
-
-    def resume(self, memory: ExportedMemory) -> None:
-        """Attach again after `suspend`, with newly exported memory."""
-        self._memory = memory
-        self.client = self._make_client(self._make_attempt)
-
-    def refuse(self, reason: str) -> None:
-        """Report that this rank can never be served again, so that all ranks detach."""
-        self._results.report.refusal = reason
-
-    def close(self) -> None:
-        """Detach. Open jobs end with the session."""
-        self.client.close()
-        self._memory.close()
-
-
-class SleepMode:
-    """Releases a worker's KV memory before the engine sleeps, and shares it again afterwards.
-
-    vLLM 0.33 and later free the memory between `unregister_kv_caches` and `restore_kv_caches`. A
-    sidecar that still maps it keeps the old pages, so a late copy harms nobody. Both calls may be
-    repeated.
-
-    Args:
-        share: exports the KV cache as it is now; raises one of `EXPORT_FAULTS`.
-    """
-
-    def __init__(self, role: WorkerRole, share: Callable[[], ExportedMemory]) -> None:
-        self._role = role
-        self._share = share
-        self._shared = True
-        self.failure = ""
-        """Why the memory could not be shared again, or nothing."""
-
     def unregister(self) -> None:
-        """Have the sidecar unmap the memory, which is about to be freed."""
-        if not self._shared:
+        """Detach before the engine sleeps and its memory is freed. May be repeated.
+
+        vLLM 0.33 and later free the memory between this and `restore`. A sidecar that still maps it
+        keeps the old pages, so a late copy harms nobody. Open jobs end as when a sidecar dies, and
+        until `restore` every new job fails at once.
+        """
+        if self.client is None or self._memory is None:
             return
-        self._shared = False
-        if not self._role.suspend(RELEASE_SECONDS_MAX):
+        if not self.client.close(RELEASE_SECONDS_MAX):
             logger.warning(
                 "kvlake: the sidecar did not release this engine's KV memory within %g s; the "
                 "memory stays allocated until it does",
                 RELEASE_SECONDS_MAX,
             )
+        self._refresh_session()
+        self._expire()
+        self._memory.close()
+        self._memory = None
 
     def restore(self) -> None:
-        """Share the memory that came back. After a failure this rank stays uncached for good."""
-        if self._shared or self.failure:
-            return
-        try:
-            memory = self._share()
-            self._role.resume(memory)
-        except EXPORT_FAULTS as error:
-            # Not tried again: the other ranks and the scheduler leave too, and nothing calls them.
-            self.failure = f"after sleep mode {fault_reason(error)}; restart the engine"
-            self._role.refuse(self.failure)
-            return
-        self._shared = True
+        """Share the memory that came back, and attach again. May be repeated."""
+        if self._memory is None and not self.refusal:
+            self._share("after sleep mode ", "; restart the engine")
 
-
-def _in_messages(plan: StepPlan) -> Iterator[tuple[list[Load], list[Store]]]:
-    """A step's jobs in as few messages as the sidecar accepts, loads first."""
-    loads: list[Load] = []
-    stores: list[Store] = []
-    size_bytes = 0
-    jobs: list[Load | Store] = [*plan.loads, *plan.stores]
-    for job in jobs:
-        job_bytes = job.bytes_max
-        full = len(loads) + len(stores) == JOBS_PER_MESSAGE_MAX
-        if size_bytes and (full or size_bytes + job_bytes > JOBS_BYTES_MAX):
-            yield loads, stores
-            loads, stores, size_bytes = [], [], 0
-        if isinstance(job, Load):
-            loads.append(job)
-        else:
-            stores.append(job)
-        size_bytes += job_bytes
-    yield loads, stores
+    def close(self) -> None:
+        """Detach. Open jobs end with the session."""
+        if self.client is not None:
+            self.client.close()
+        if self._memory is not None:
+            self._memory.close()

@@ -99,10 +99,9 @@ class Bench:
         self.role = SchedulerRole(
             cast("Client", SilentClient(session)),
             [CachedGroup(NAMESPACE, Geometry(BLOCK_TOKENS, CHUNK_TOKENS))],
-            Settings(reads=True, writes=True),
-            world_size=1,
+            Settings(reads=True, writes=True, world_size=1),
+            self.pool,
         )
-        self.role.bind_block_pool(self.pool)
         self.time = Timer()
         self.serial = 0
 

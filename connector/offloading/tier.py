@@ -46,7 +46,6 @@ from sidecar.protocol import (
     Attach,
     Lookup,
     LookupDone,
-    Memory,
     Release,
     Role,
     sockets_of,
@@ -218,13 +217,13 @@ class KVLakeTier(SecondaryTierManager):
             client.wait_attached(wait_seconds)
             return client
 
-        def describe(memory: ExportedMemory, shared: Memory) -> Attach:
-            layout = memory.layout
+        def describe(memory: ExportedMemory) -> Attach:
+            layout, shared = memory.layout, memory.shared
             return attach(role=Role.WORKER, segment=layout.segment, layout=layout, memory=shared)
 
         num_rows = max(STAGING_ROWS_MIN, min(len(region), STAGING_BYTES // self._row_bytes))
         self._staging = Staging(
-            region, num_rows, lambda memory: WorkerRole(memory, connect, describe)
+            region, num_rows, lambda memory: WorkerRole(lambda: memory, connect, describe)
         )
 
     # --- lookup --------------------------------------------------------------------------------

@@ -51,13 +51,10 @@ class HitFinder:
         # The group whose run says what a hit is worth: one that reads all tokens, if any does.
         self.main_group = self._full[0] if self._full else 0
 
-    def hit(self, state: RequestState, session: SidecarSession, local_tokens: int) -> Hit | None:
+    def hit(self, state: RequestState, session: SidecarSession, local_tokens: int) -> Hit:
         """The run that can be loaded behind `local_tokens`, and how the store extends it."""
-        index = session.index
-        if index is None:
-            return None
         found = [
-            index.lookup(_tags(group, session)[local_tokens // group.geometry.chunk_tokens :])
+            _found(session, _tags(group, session)[local_tokens // group.geometry.chunk_tokens :])
             for group in state.groups
         ]
         host = [flags & np.uint8(FLAG_HOST) for flags in found]
@@ -134,7 +131,7 @@ class HitFinder:
         keys = group.chain.keys
         if blocks == group.geometry.blocks_per_chunk:
             return keys[chunk]
-        if session is not None and session.index is not None:
+        if session is not None:
             # vLLM may take fewer tokens than were offered. Then a piece is loaded from the full or
             # longer chunk that has it.
             if chunk < len(keys) and _flags(session, [keys[chunk]])[0] & tiers:
@@ -257,9 +254,13 @@ def pieces_kept(geometry: Geometry, end_tokens: int) -> list[Piece]:
     return [Piece(block - 1, 0, 1) for block in dict.fromkeys(blocks) if block]
 
 
+def _found(session: SidecarSession, tags: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
+    assert session.index is not None, "a scheduler's session has one"
+    return session.index.lookup(tags)
+
+
 def _flags(session: SidecarSession, keys: Sequence[bytes]) -> npt.NDArray[np.uint8]:
-    assert session.index is not None
-    return session.index.lookup(tags_of(keys, session.index_salt))
+    return _found(session, tags_of(keys, session.index_salt))
 
 
 def _tags(group: GroupState, session: SidecarSession) -> npt.NDArray[np.uint64]:
@@ -279,7 +280,6 @@ def _partial(
     group: GroupState, session: SidecarSession, chunk: int, tiers: int
 ) -> tuple[int, bytes | None]:
     """Blocks and key of the longest piece of a chunk that `tiers` hold under its own key."""
-    assert session.index is not None
     blocks = min(group.chain.partial_blocks(chunk), group.geometry.blocks_per_chunk - 1)
     if blocks < 1:
         return 0, None
@@ -287,7 +287,7 @@ def _partial(
     if tags is None or len(tags) != blocks:
         keys = [group.chain.partial(chunk, count) for count in range(blocks, 0, -1)]
         tags = group.partial_tags[chunk] = tags_of(keys, session.index_salt)
-    found = np.flatnonzero(session.index.lookup(tags) & tiers)
+    found = np.flatnonzero(_found(session, tags) & tiers)
     if not len(found):
         return 0, None
     best = blocks - int(found[0])

@@ -96,8 +96,7 @@ class PendingLookups:
         found = local_tokens
         if found < wanted:
             hit = self.finder.hit(state, session, local_tokens)
-            if hit is not None:
-                found = hit.wanted_tokens if state.request_params.asks_store else hit.end_tokens
+            found = hit.wanted_tokens if state.request_params.asks_store else hit.end_tokens
         if found < wanted and self.clock() < state.expects_until:
             return True
         self.stats.expected_late += found < wanted
@@ -120,10 +119,8 @@ class PendingLookups:
             return
         state.asked_tokens = local_tokens
         hit = self.finder.hit(state, session, local_tokens)
-        if hit is None or not hit.wanted:
-            return
         # A read must pay by what it adds to what can be loaded at once.
-        if hit.wanted_tokens - hit.end_tokens < self.load_tokens_min:
+        if not hit.wanted or hit.wanted_tokens - hit.end_tokens < self.load_tokens_min:
             return
         lookup_id = self.new_id()
         wait_ms = session.limits.lookup_wait_ms_max

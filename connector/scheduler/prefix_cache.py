@@ -21,10 +21,10 @@ logger = logging.getLogger("vllm.kvlake")
 
 
 class PrefixCache:
-    """The prefix cache in vLLM's block pool. Knows nothing before `bind`."""
+    """The prefix cache in vLLM's block pool."""
 
-    def __init__(self) -> None:
-        self._block_pool: Any = None
+    def __init__(self, block_pool: Any) -> None:
+        self._block_pool = block_pool
         self._planned: Any = None
         """The generation in the last step."""
         self._stale: Any = None
@@ -34,14 +34,10 @@ class PrefixCache:
         self._stale_adapters: dict[tuple[str, str], Any] = {}
         """A generation that has blocks of other files under this name and path."""
 
-    def bind(self, block_pool: Any) -> None:
-        """Take vLLM's block pool."""
-        self._block_pool = block_pool
-
     @property
     def generation(self) -> Any:
-        """VLLM's map of cached blocks, another object after each reset; None before `bind`."""
-        return None if self._block_pool is None else self._block_pool.cached_block_hash_to_block
+        """VLLM's map of cached blocks, another object after each reset."""
+        return self._block_pool.cached_block_hash_to_block
 
     # --- stale blocks --------------------------------------------------------------------------
 
@@ -51,7 +47,7 @@ class PrefixCache:
 
     def connector_reset(self) -> None:
         """Treat all blocks as stale, unless vLLM has reset its own cache as well."""
-        if self.generation is not None and self.generation is self._planned:
+        if self.generation is self._planned:
             self._stale = self.generation
 
     def stale(self, lora: Any) -> bool:
@@ -59,8 +55,6 @@ class PrefixCache:
         generation = self.generation
         if generation is not self._stale:
             self._stale = None
-        if generation is None:
-            return False
         if generation is self._stale:
             return True
         return lora is not None and self._stale_adapters.get(_name_of(lora)) is generation
@@ -92,8 +86,6 @@ class PrefixCache:
 
     def blocks_at(self, request: Any, end_tokens: int, groups: Sequence[int]) -> Sequence[Any]:
         """The cached block of each group that ends at `end_tokens`; empty if a group lacks it."""
-        if self._block_pool is None:
-            return ()
         # Hashes may be of smaller blocks: a block has the hash of its last part.
         last = end_tokens // self._block_pool.hash_block_size - 1
         hashes = request.block_hashes

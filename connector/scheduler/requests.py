@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from connector.identity.adapters import NO_ADAPTER, Adapter, Adapters
 from connector.identity.keys import KeyChain, MediaItem, root_key
+from connector.identity.speculative import NO_DRAFTS, Speculation
 from connector.request_params import RequestParams, RequestParamsReader
 from sidecar.protocol import tenant_id
 
@@ -32,6 +33,11 @@ class Settings:
 
     reads: bool
     writes: bool
+    world_size: int
+    """Ranks that report each store."""
+    num_blocks: int = 0
+    """Blocks in the engine's pool; used with drafts only."""
+    speculation: Speculation = NO_DRAFTS
     load_tokens_min: int = 64
     """A shorter load is not worth its extra scheduler step."""
     caches_media: bool = True
@@ -155,15 +161,12 @@ class Requests(dict[str, RequestState]):
         groups: Sequence[CachedGroup],
         settings: Settings,
         prefix_cache: PrefixCache,
-        *,
-        ahead_tokens: int,
-        world_size: int,
     ) -> None:
         super().__init__()
-        self.adapters = Adapters(settings.adapters, world_size, self._void_adapter)
+        self.adapters = Adapters(settings.adapters, settings.world_size, self._void_adapter)
         self._prefix_cache = prefix_cache
         self._caches_media = settings.caches_media
-        self._ahead_tokens = ahead_tokens
+        self._ahead_tokens = settings.speculation.ahead_tokens
         self._groups = groups
         self.ended: list[RequestState] = []
         """Requests that ended and whose last stores were not sent yet."""

@@ -23,7 +23,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from connector.events import TierEvents
-from connector.identity.speculative import NO_DRAFTS, Speculation
 from connector.plan import Load, StepPlan, StepReport
 from connector.request_params import EXPECT, PARAMS
 from connector.scheduler.lookup import HitFinder, pieces_of
@@ -52,8 +51,7 @@ class SchedulerRole:
 
     Args:
         groups: the engine's KV cache groups, in vLLM's order.
-        world_size: ranks that report each store.
-        num_blocks: blocks in the engine's pool; used with drafts only.
+        block_pool: vLLM's, whose reference counts keep the blocks of open stores.
     """
 
     def __init__(
@@ -61,30 +59,19 @@ class SchedulerRole:
         client: Client,
         groups: Sequence[CachedGroup],
         settings: Settings,
-        world_size: int,
+        block_pool: Any,
         *,
-        speculation: Speculation = NO_DRAFTS,
-        num_blocks: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.client = client
-        self._speculation = speculation
-        self._num_blocks = num_blocks
         self._settings = settings
         self.clock = clock
         geometries = self._geometries = [group.geometry for group in groups]
         # One sequence for all jobs: `tiers.kv.fence` revokes by order of id.
         self.new_id: Callable[[], int] = itertools.count(2).__next__
         self.stats = Stats()
-        self._block_pool: Any = None
-        self.prefix_cache = PrefixCache()
-        self.requests = Requests(
-            groups,
-            settings,
-            self.prefix_cache,
-            ahead_tokens=speculation.ahead_tokens,
-            world_size=world_size,
-        )
+        self.prefix_cache = PrefixCache(block_pool)
+        self.requests = Requests(groups, settings, self.prefix_cache)
         self._finder = HitFinder(geometries)
         self.rate = PrefillRate()
         self.pending = PendingLookups(
@@ -96,32 +83,24 @@ class SchedulerRole:
             settings.load_tokens_min,
             clock,
         )
-        self.stores = Stores(world_size, self.stats, self.new_id, clock=clock)
+        self.stores = Stores(block_pool, settings.world_size, self.stats, self.new_id, clock=clock)
         self.planner = StorePlanner(
             client,
             self.requests,
             self.stores,
             self.prefix_cache,
-            speculation,
             self.stats,
-            world_size,
-            settings.writes,
+            settings,
             settings.beside_others,
         )
-        self.uncomputed_blocks = UncomputedBlocks()
+        self.uncomputed_blocks = UncomputedBlocks(block_pool, len(groups))
         self.plan = StepPlan()
         self.loading: set[str] = set()
         self._tiers = TierEvents()
-        self._published_generation: Any = None
+        self._published_generation = self.prefix_cache.generation
         """The generation of vLLM's prefix cache when events were taken last."""
         self.retired = False
         self._weight_changes = 0
-
-    def bind_block_pool(self, block_pool: Any) -> None:
-        """Take vLLM's block pool, whose reference counts keep the blocks of open stores."""
-        self._block_pool = block_pool
-        self.stores.bind(block_pool)
-        self.prefix_cache.bind(block_pool)
 
     # --- lookup --------------------------------------------------------------------------------
 
@@ -139,7 +118,10 @@ class SchedulerRole:
             return
         # What vLLM holds itself need not come from the store; `matched_tokens` asks again once it
         # knows how far vLLM's own hit reaches.
-        if not request.skip_reading_prefix_cache and not self._vllm_holds_start(state):
+        group = self._finder.main_group
+        first_tokens = self._geometries[group].block_tokens
+        vllm_holds_start = self.prefix_cache.blocks_at(request, first_tokens, [group])
+        if not request.skip_reading_prefix_cache and not vllm_holds_start:
             self.pending.ask_store(state, session, 0)
 
     def matched_tokens(self, request: Any, local_tokens: int) -> int | None:
@@ -167,8 +149,7 @@ class SchedulerRole:
             self._poll()
             if self.pending.reading(state):
                 return None
-        hit = self._finder.hit(state, session, local_tokens)
-        matched = 0 if hit is None else hit.end_tokens - local_tokens
+        matched = self._finder.hit(state, session, local_tokens).end_tokens - local_tokens
         if matched < self._settings.load_tokens_min or not self._fits(local_tokens + matched):
             return 0
         if not self.requests.adapters.unchanged(request.lora_request, state.adapter.files):
@@ -182,7 +163,7 @@ class SchedulerRole:
         With drafts vLLM keeps blocks free beside a load. If a load leaves it too few, it asks about
         the load for ever, and blocks all requests behind it.
         """
-        drafts = self._speculation.draft_tokens
+        drafts = self._settings.speculation.draft_tokens
         if not drafts:
             return True
         needed = 0
@@ -192,7 +173,7 @@ class SchedulerRole:
             kept_tokens = 1 + 2 * drafts
             needed += read - (-kept_tokens // geometry.block_tokens)
         # One block of the pool is the null block, which no request gets.
-        return needed < self._num_blocks
+        return needed < self._settings.num_blocks
 
     def _reads(self, state: RequestState) -> bool:
         # Workers report the files of an adapter with their next step, so its first request is
@@ -209,12 +190,6 @@ class SchedulerRole:
         if not reads or state.request.skip_reading_prefix_cache:
             return False
         return self._finder.lacks(state, state.local_tokens) >= self._settings.load_tokens_min
-
-    def _vllm_holds_start(self, state: RequestState) -> bool:
-        """Whether vLLM's own prefix cache has a request's first block."""
-        group = self._finder.main_group
-        first_tokens = self._geometries[group].block_tokens
-        return bool(self.prefix_cache.blocks_at(state.request, first_tokens, [group]))
 
     def _begins_stale(self, state: RequestState) -> bool:
         """Whether a request continues from stale blocks."""
@@ -289,22 +264,15 @@ class SchedulerRole:
             host, store = state.hit_sources
             if request_id in failed:
                 self.stats.loads_failed += 1
-                self._release(load)
+                session = self.client.session
+                if session is not None:
+                    # The sidecar still waits for its lease if no rank sent it.
+                    self.client.send(session, Release(session.epoch, [load.job.job_id], []))
             else:
                 self.stats.requests_hit += not state.counted
                 state.counted = True
                 self.stats.tokens_loaded_host += host
                 self.stats.tokens_loaded_store += store
-
-    def _release(self, load: Load) -> None:
-        """End the lease of a failed load: the sidecar still waits for it if no rank sent it."""
-        session = self.client.session
-        if session is not None:
-            self.client.send(session, Release(session.epoch, [load.job.job_id], []))
-
-    def blocks_failed(self, block_ids: Iterable[int]) -> None:
-        """Take blocks that another connector failed to load, which vLLM computes again."""
-        self.stores.distrust(block_ids)
 
     # --- a step --------------------------------------------------------------------------------
 
@@ -323,7 +291,7 @@ class SchedulerRole:
             states: states of recurrent layers that vLLM hands over with this step, by request.
             preempted: requests that lost their blocks since the last step.
         """
-        self.uncomputed_blocks.step(scheduled, preempted, self._block_pool, len(self._geometries))
+        self.uncomputed_blocks.step(scheduled, preempted)
         self._poll()
         self.rate.step(self.clock(), sum(scheduled.values()))
         self.prefix_cache.step()
@@ -353,11 +321,9 @@ class SchedulerRole:
         if not failed:
             self.planner.finished(request, state, block_ids)
         session = self.client.session
-        if not state.request_params.hand_over or state.void:
+        if not state.request_params.hand_over or state.void or session is None:
             return None
-        if session is None or session.index is None:
-            return None
-        end_tokens = max(0, request.num_prompt_tokens - self._speculation.ahead_tokens)
+        end_tokens = max(0, request.num_prompt_tokens - self._settings.speculation.ahead_tokens)
         num_tokens = self._finder.found_tokens(state, session, end_tokens, self.stores.storing)
         return {PARAMS: {EXPECT: num_tokens}} if num_tokens else None
 
@@ -410,8 +376,7 @@ class SchedulerRole:
         # vLLM reports a reset of its cache before it asks us, and does not always call us for it.
         generation = self.prefix_cache.generation
         if generation is not self._published_generation:
-            if self._published_generation is not None:
-                self._tiers.republish()
+            self._tiers.republish()
             self._published_generation = generation
         return self._tiers.take()
 
@@ -419,10 +384,6 @@ class SchedulerRole:
         """Counters since the last call."""
         self.stats.answers_stale, self.client.answers_stale = self.client.answers_stale, 0
         return self.stats.take()
-
-    def close(self) -> None:
-        """Detach from the sidecar."""
-        self.client.close()
 
     def _poll(self) -> None:
         for message in self._tiers.poll(self.client):

@@ -16,19 +16,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from connector.plan import BLOCK_ID_BYTES_MAX, OVERHEAD_BYTES_MAX, StepReport, Store
+from connector.plan import BLOCK_ID_BYTES_MAX, OVERHEAD_BYTES_MAX, StepReport, Store, batches
 from connector.scheduler.lookup import pieces_kept
 from connector.scheduler.stores import Part, Stores
 from sidecar.protocol import FRAME_BYTES_MAX, KEYS_PER_MESSAGE_MAX, Pin
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from connector.client import Client
     from connector.identity.mamba import State
-    from connector.identity.speculative import Speculation
     from connector.scheduler.prefix_cache import PrefixCache
-    from connector.scheduler.requests import GroupState, Requests, RequestState
+    from connector.scheduler.requests import GroupState, Requests, RequestState, Settings
     from connector.scheduler.stats import Stats
 
 JOB_BYTES_MAX: Final = FRAME_BYTES_MAX // 4
@@ -38,20 +37,16 @@ TOKEN_ID_BYTES: Final = 4
 
 @dataclass(slots=True, eq=False)
 class StorePlanner:
-    """Plans the stores of an engine's requests.
-
-    `world_size` ranks report each store. `beside_others`: another connector may load, too.
-    """
+    """Plans the stores of an engine's requests."""
 
     client: Client
     requests: Requests
     stores: Stores
     prefix_cache: PrefixCache
-    speculation: Speculation
     stats: Stats
-    world_size: int
-    writes: bool
+    settings: Settings
     beside_others: bool
+    """Another connector may load, too."""
     planned: list[tuple[RequestState, Store]] = field(
         default_factory=list["tuple[RequestState, Store]"], init=False
     )
@@ -62,7 +57,7 @@ class StorePlanner:
         planned, self.planned = self.planned, []
         void = [store.job.job_id for state, store in planned if state.void]
         if void:
-            self.stores.ended(StepReport(dict.fromkeys(void, self.world_size)))
+            self.stores.ended(StepReport(dict.fromkeys(void, self.settings.world_size)))
         return [store for state, store in planned if not state.void]
 
     # --- a step --------------------------------------------------------------------------------
@@ -74,14 +69,16 @@ class StorePlanner:
         states: Mapping[str, Sequence[State]],
     ) -> None:
         """Plan the stores of a step; see `SchedulerRole.build_plan`."""
-        if not self.writes:
+        if not self.settings.writes:
             return
         requests = [
             (state, num_tokens)
             for request_id, num_tokens in scheduled.items()
             if (state := self.requests.get(request_id)) is not None
         ]
-        if self.speculation.leaves_out(one.request.num_computed_tokens + n for one, n in requests):
+        if self.settings.speculation.leaves_out(
+            one.request.num_computed_tokens + n for one, n in requests
+        ):
             for state, _ in requests:
                 state.undrafted = True
         # Before the first of them is stored: requests of one step may share blocks.
@@ -128,7 +125,7 @@ class StorePlanner:
     ) -> None:
         request = state.request
         # Draft tokens and placeholders are not known yet, so they do not count as computed.
-        ahead_tokens = self.speculation.ahead_tokens
+        ahead_tokens = self.settings.speculation.ahead_tokens
         computed = min(request.num_computed_tokens + num_tokens, request.num_tokens - ahead_tokens)
         prompt_tokens = request.num_prompt_tokens - ahead_tokens
         prompt_done = not state.prompt_tail_done and computed >= prompt_tokens
@@ -162,7 +159,7 @@ class StorePlanner:
         """Plan to store what a request computed beyond its last full chunk, and pin its prompt."""
         if state.request_params.pin_ms and not state.void:
             self._pin_prompt(state)
-        writes = self.writes and state.request_params.writes and not state.undrafted
+        writes = self.settings.writes and state.request_params.writes and not state.undrafted
         # Before its first step vLLM counts tokens as computed that are yet to be loaded.
         begun = state.step_taken if self._waits_for_others(state) else bool(state.scheduled_tokens)
         if not begun or state.load is not None or state.void or not writes:
@@ -183,7 +180,9 @@ class StorePlanner:
         state.extend()
         keys: list[bytes] = []
         groups: list[int] = []
-        end_tokens = max(0, state.request.num_prompt_tokens - self.speculation.ahead_tokens)
+        end_tokens = max(
+            0, state.request.num_prompt_tokens - self.settings.speculation.ahead_tokens
+        )
         for group in state.groups:
             for piece in pieces_kept(group.geometry, end_tokens):
                 keys.append(group.chain.key_of(piece.chunk, piece.end))
@@ -214,26 +213,16 @@ class StorePlanner:
         session = self.client.session
         if session is None:
             return
-        for job_parts in _in_jobs(state.groups, parts):
+
+        def bytes_max_of(part: Part) -> int:
+            tokens = part.blocks * state.groups[part.group].geometry.block_tokens
+            block_ids = BLOCK_ID_BYTES_MAX * part.blocks
+            return OVERHEAD_BYTES_MAX + TOKEN_ID_BYTES * tokens + block_ids
+
+        for job_parts in batches(parts, bytes_max_of, JOB_BYTES_MAX, KEYS_PER_MESSAGE_MAX):
             store = self.stores.plan(session, state, job_parts, block_ids)
             if store is not None:
                 self.planned.append((state, store))
-
-
-def _in_jobs(groups: Sequence[GroupState], parts: Iterable[Part]) -> Iterator[list[Part]]:
-    """Parts of a request in as few jobs as messages can hold."""
-    job: list[Part] = []
-    size_bytes = 0
-    for part in parts:
-        tokens = part.blocks * groups[part.group].geometry.block_tokens
-        part_bytes = OVERHEAD_BYTES_MAX + TOKEN_ID_BYTES * tokens + BLOCK_ID_BYTES_MAX * part.blocks
-        if job and size_bytes + part_bytes > JOB_BYTES_MAX:
-            yield job
-            job, size_bytes = [], 0
-        job.append(part)
-        size_bytes += part_bytes
-    if job:
-        yield job
 
 
 def _full_parts(group: GroupState, computed_tokens: int) -> list[Part]:

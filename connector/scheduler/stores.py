@@ -54,12 +54,14 @@ class Stores:
     """Makes store jobs, and keeps their blocks until they have ended.
 
     Args:
+        block_pool: vLLM's.
         world_size: ranks that report each store.
         new_id: gives the id of the next job.
     """
 
     def __init__(
         self,
+        block_pool: Any,
         world_size: int,
         stats: Stats,
         new_id: Callable[[], int],
@@ -72,14 +74,10 @@ class Stores:
         self.clock = clock
         self.jobs: dict[int, _OpenStore] = {}
         self.keys: set[bytes] = set()
-        self._block_pool: Any = None
+        self._block_pool = block_pool
         self._distrusted: dict[int, Any] = {}
         """Block id to the hash of what failed to load into it."""
         self._blocks_awaited_since: float | None = None
-
-    def bind(self, block_pool: Any) -> None:
-        """Take vLLM's block pool."""
-        self._block_pool = block_pool
 
     def plan(
         self,
@@ -92,8 +90,7 @@ class Stores:
 
         `block_ids` gives the request's block table of each group.
         """
-        if not parts or session.index is None or self._block_pool is None:
-            return None
+        assert session.index is not None
         tags = tags_of([part.key for part in parts], session.index_salt)
         in_host = session.index.lookup(tags) & FLAG_HOST
         wanted = [
@@ -153,8 +150,6 @@ class Stores:
         again, maybe in several steps, others compute wrong KV on top of them. Ends when a block is
         freed or gets other content.
         """
-        if self._block_pool is None:
-            return
         for block_id in block_ids:
             content = self._block_pool.blocks[block_id].block_hash
             if content is not None:

@@ -17,7 +17,7 @@ from connector.client import Attempt, Client
 from connector.export import ExportedMemory
 from connector.vllm import KVLakeConnector
 from connector.worker import WorkerRole
-from sidecar.protocol import Attach, Memory, Role
+from sidecar.protocol import Attach, Role
 from tests.connector.configurations import BLOCK_TOKENS, kv_cache_config
 from tests.connector.content import Block
 from tests.connector.double import Clock, DoubleClient, session_of
@@ -67,7 +67,7 @@ class Rank:
         )
         others = [layout] * (len(specs) - 1)
         exported = ExportedMemory(os.memfd_create("kv"), layout.size_bytes, layout, others)
-        self.role = WorkerRole(exported, self._make_client, self._describe, clock=clock)
+        self.role = WorkerRole(lambda: exported, self._make_client, self._describe, clock=clock)
         self.adapters: dict[int, Any] = {}
         """What vLLM has in memory of LoRA adapters, the least recently used first."""
         self.connector._worker = self.role  # noqa: SLF001 (its public names are vLLM's)
@@ -76,8 +76,8 @@ class Rank:
         self._attempt = make_attempt
         return self.client.as_client()
 
-    def _describe(self, memory: ExportedMemory, shared: Memory) -> Attach:
-        return self.connector._engine.attach(Role.WORKER, 0, memory, memory=shared)  # noqa: SLF001 (its public names are vLLM's)
+    def _describe(self, memory: ExportedMemory) -> Attach:
+        return self.connector._engine.attach(Role.WORKER, 0, memory, memory=memory.shared)  # noqa: SLF001 (its public names are vLLM's)
 
     def attach(self) -> SidecarFence:
         """A new session; returns the sidecar's end of its fence page."""

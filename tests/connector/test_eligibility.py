@@ -39,7 +39,6 @@ from connector.identity.eligibility import (
 )
 from connector.identity.parallelism import Place
 from connector.vllm import KVLakeConnector
-from connector.worker import SleepMode
 from sidecar.protocol import Role, Submit
 from tests import places
 from tests.connector.configurations import (
@@ -314,7 +313,7 @@ class TestRefusedByRanks:
         def share() -> ExportedMemory:
             raise ExportRefused("it is in pieces")
 
-        rank.connector._sleep_mode = SleepMode(rank.role, share)  # noqa: SLF001 (its public names are vLLM's)
+        setattr(rank.role, "_export", share)  # noqa: B010 (mypy)
         rank.connector.unregister_kv_caches()
         rank.connector.restore_kv_caches()
         caplog.clear()

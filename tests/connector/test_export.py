@@ -164,37 +164,6 @@ def test_groups_that_lie_over_each_other() -> None:
     memory.close()
 
 
-class TestFallback:
-    def test_a_cache_allocated_elsewhere_is_moved_to_shared_memory(self) -> None:
-        caches = caches_over(torch.zeros(SIZE_BYTES, dtype=torch.int8))
-        kept = torch.arange(HEADS * TOKENS * CONTENT, dtype=torch.int16).view(DTYPE)
-        caches["layer.1"][2] = kept.view(HEADS, TOKENS, CONTENT)
-        before = caches["layer.1"].clone()
-        memory = export(whole(caches), None)
-        assert torch.equal(caches["layer.1"].view(torch.int16), before.view(torch.int16))
-        check_sealed("memory", memory.fd, memory.size_bytes)
-        check_shared(memory, caches)
-        memory.close()
-
-    def test_memory_that_was_moved_is_freed_with_its_tensors(self) -> None:
-        caches = caches_over(torch.zeros(SIZE_BYTES, dtype=torch.int8))
-        memory = export(whole(caches), None)
-        inode = os.fstat(memory.fd).st_ino
-        memory.close()
-        assert inode in sizes_of("kvlake-kv")
-        caches.clear()
-        assert inode not in sizes_of("kvlake-kv")
-
-    def test_so_is_one_that_the_context_did_not_see(self) -> None:
-        with MemfdAllocation() as allocation:
-            torch.zeros(64, dtype=torch.int8)
-            caches = caches_over(torch.zeros(SIZE_BYTES, dtype=torch.int8))
-        memory = export(whole(caches), allocation)
-        assert memory.fd != allocation.fd
-        check_shared(memory, caches)
-        memory.close()
-
-
 class TestRefused:
     def test_several_allocations(self) -> None:
         caches = {
@@ -204,13 +173,23 @@ class TestRefused:
         with pytest.raises(ExportRefused, match="3 allocations"):
             export(whole(caches), None)
 
+    def test_memory_that_was_not_allocated_on_a_memfd(self) -> None:
+        with MemfdAllocation() as allocation:
+            torch.zeros(64, dtype=torch.int8)
+            caches = caches_over(torch.zeros(SIZE_BYTES, dtype=torch.int8))
+        with pytest.raises(ExportRefused, match="use a supported"):
+            export(whole(caches), allocation)
+        os.close(allocation.fd)
+
     def test_a_device(self) -> None:
         caches = {"layer.0": torch.zeros(1, 1, 1, 1, device="meta")}
         with pytest.raises(ExportRefused, match="meta"):
             export(whole(caches), None)
 
     def test_tensors_that_are_no_layout(self) -> None:
-        buffer = torch.zeros(SIZE_BYTES, dtype=torch.int8)
+        with MemfdAllocation() as allocation:
+            buffer = torch.zeros(SIZE_BYTES, dtype=torch.int8)
         same = caches_over(buffer)["layer.0"]
         with pytest.raises(LayoutError):
-            export(whole({"a": same, "b": same[:, :1], "c": same}), None)
+            export(whole({"a": same, "b": same[:, :1], "c": same}), allocation)
+        os.close(allocation.fd)

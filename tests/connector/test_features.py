@@ -474,6 +474,7 @@ def test_ranks_that_are_engines_of_their_own_publish_each_for_itself(model: Path
         asked.append(options)
 
     with patch.object(EngineProfile, "attach", attach), places.patched("Client", Mock()):
-        KVLakeConnector(config, KVConnectorRole.SCHEDULER, kv_cache_config(64, 1, ()))
+        connector = KVLakeConnector(config, KVConnectorRole.SCHEDULER, kv_cache_config(64, 1, ()))
+        connector.bind_gpu_block_pool(Mock())
     (options,) = asked
     assert options["events_endpoint"] == "tcp://127.0.0.1:5560"

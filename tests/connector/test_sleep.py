@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import logging
-import os
 
 import pytest
 
 from connector.export import ExportedMemory, ExportRefused
 from connector.plan import StepPlan
-from connector.worker import SleepMode
 from sidecar.protocol import Outcome
-from tests.connector.test_worker import LAYOUT, Rank, load, store
+from tests.connector.test_worker import Rank, load, store
 
 
-def exported() -> ExportedMemory:
-    return ExportedMemory(os.memfd_create("kv"), 4096, LAYOUT)
+class Sleeper(Rank):
+    """A rank whose memory goes and comes back; `exports` says how often it was shared."""
+
+    def __init__(self) -> None:
+        self.exports = 0
+        self.fault: Exception | None = None
+        super().__init__()
+
+    def export(self) -> ExportedMemory:
+        self.exports += 1
+        if self.fault is not None:
+            raise self.fault
+        return super().export()
 
 
 def test_jobs_end_before_sleep_and_steps_are_counted_on_after_it() -> None:
-    rank = Rank()
+    rank = Sleeper()
     rank.role.submit(StepPlan(loads=[load(1, "one")], stores=[store(2)]))
-    sleep_mode = SleepMode(rank.role, exported)
-    sleep_mode.unregister()
+    rank.role.unregister()
     results = rank.role.collect()
     assert results.failed == {"one"}
     assert results.report.ended == {2: 1}
@@ -30,7 +38,7 @@ def test_jobs_end_before_sleep_and_steps_are_counted_on_after_it() -> None:
     assert rank.void(1), "however late the sidecar looks at it"
     rank.role.submit(StepPlan(loads=[load(3, "three")]))
     assert rank.role.collect().failed == {"three"}
-    sleep_mode.restore()
+    rank.role.restore()
     rank.attach()
     rank.role.submit(StepPlan(stores=[store(4)]))
     assert rank.fence.reached(2)
@@ -40,28 +48,21 @@ def test_jobs_end_before_sleep_and_steps_are_counted_on_after_it() -> None:
 
 
 def test_both_calls_may_be_repeated() -> None:
-    rank = Rank()
-    given: list[ExportedMemory] = []
-
-    def share() -> ExportedMemory:
-        given.append(exported())
-        return given[-1]
-
-    sleep_mode = SleepMode(rank.role, share)
-    sleep_mode.restore()
-    sleep_mode.unregister()
-    sleep_mode.unregister()
-    sleep_mode.restore()
-    sleep_mode.restore()
-    assert len(given) == 1
+    rank = Sleeper()
+    rank.role.restore()
+    rank.role.unregister()
+    rank.role.unregister()
+    rank.role.restore()
+    rank.role.restore()
+    assert rank.exports == 2, "at the start, and after sleep"
     rank.close()
 
 
 def test_a_sidecar_that_keeps_the_memory_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    rank = Rank()
+    rank = Sleeper()
     rank.client.releases = False
     with caplog.at_level(logging.WARNING, "vllm.kvlake"):
-        SleepMode(rank.role, exported).unregister()
+        rank.role.unregister()
     assert "did not release" in caplog.text
     rank.close()
 
@@ -77,24 +78,18 @@ def test_a_sidecar_that_keeps_the_memory_is_logged(caplog: pytest.LogCaptureFixt
 def test_memory_that_cannot_be_shared_again_is_reported_to_the_scheduler(
     error: Exception, told: str
 ) -> None:
-    rank = Rank()
-    given: list[int] = []
-
-    def share() -> ExportedMemory:
-        given.append(1)
-        raise error
-
-    sleep_mode = SleepMode(rank.role, share)
-    sleep_mode.unregister()
-    sleep_mode.restore()
+    rank = Sleeper()
+    rank.fault = error
+    rank.role.unregister()
+    rank.role.restore()
     rank.role.submit(StepPlan(loads=[load(1, "one")]))
     results = rank.role.collect()
     assert results.failed == {"one"}
     assert told in results.report.refusal
-    assert sleep_mode.failure == results.report.refusal
+    assert rank.role.refusal == results.report.refusal
     assert rank.role.collect().report.empty, "told once"
     # The others have left for good, so there is nothing to come back to.
-    sleep_mode.unregister()
-    sleep_mode.restore()
-    assert len(given) == 1
+    rank.role.unregister()
+    rank.role.restore()
+    assert rank.exports == 2
     rank.close()

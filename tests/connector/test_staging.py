@@ -60,7 +60,7 @@ class World(WorkerSession):
 
     def _role(self, memory: ExportedMemory) -> WorkerRole:
         self.memory = mmap.mmap(os.dup(memory.fd), memory.size_bytes)
-        return WorkerRole(memory, self.make_client, self.describe, clock=self.clock)
+        return WorkerRole(lambda: memory, self.make_client, self.describe, clock=self.clock)
 
     def begin(self, batch: int, rows: list[StagedRow], *, is_load: bool) -> None:
         self.bounce.begin(batch, rows, is_load=is_load, seconds_max=PATIENT_SECONDS)

@@ -57,9 +57,13 @@ class Rank(WorkerSession):
 
     def __init__(self) -> None:
         super().__init__(topology="tp1", block_tokens=4, blocks_per_chunk=4)
-        self.memory = ExportedMemory(os.memfd_create("kv"), 4096, LAYOUT)
-        self.role = WorkerRole(self.memory, self.make_client, self.describe, clock=self.clock)
+        self.memory: ExportedMemory
+        self.role = WorkerRole(self.export, self.make_client, self.describe, clock=self.clock)
         self.attach()
+
+    def export(self) -> ExportedMemory:
+        self.memory = ExportedMemory(os.memfd_create("kv"), 4096, LAYOUT)
+        return self.memory
 
     @property
     def fence(self) -> SidecarFence:

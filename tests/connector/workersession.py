@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from connector.client import Attempt, Client
 from connector.export import ExportedMemory
-from sidecar.protocol import PROTOCOL_VERSION, Attach, Memory, Role
+from sidecar.protocol import PROTOCOL_VERSION, Attach, Role
 from tests.connector.double import Clock, DoubleClient, session_of
 from tiers.kv.fence import SidecarFence, WorkerFence
 
@@ -29,7 +29,7 @@ class WorkerSession:
         self.attempts = make_attempt
         return self.client.as_client()
 
-    def describe(self, memory: ExportedMemory, shared: Memory) -> Attach:
+    def describe(self, memory: ExportedMemory) -> Attach:
         return Attach(
             version=PROTOCOL_VERSION,
             role=Role.WORKER,
@@ -43,7 +43,7 @@ class WorkerSession:
             pid=os.getpid(),
             segment=memory.layout.segment,
             layout=memory.layout,
-            memory=shared,
+            memory=memory.shared,
         )
 
     def attach(self) -> SidecarFence:

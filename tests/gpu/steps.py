@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,6 @@ from sidecar.protocol import (
     Attach,
     LoadChunk,
     LoadJob,
-    Memory,
     Outcome,
     Role,
     StoreChunk,
@@ -55,7 +55,7 @@ class Steps:
     def join(
         self,
         socket: str,
-        memory: ExportedMemory,
+        export: Callable[[], ExportedMemory],
         *,
         rank: int = 0,
         world_size: int = 1,
@@ -65,7 +65,7 @@ class Steps:
     ) -> None:
         """Begin to attach; `attached` waits for it."""
 
-        def describe(exported: ExportedMemory, shared: Memory) -> Attach:
+        def describe(exported: ExportedMemory) -> Attach:
             return Attach(
                 version=PROTOCOL_VERSION,
                 role=Role.WORKER,
@@ -79,16 +79,17 @@ class Steps:
                 pid=os.getpid(),
                 segment=self.layout.segment,
                 layout=exported.layout,
-                memory=shared,
+                memory=exported.shared,
             )
 
-        self.role = CountingRole(memory, lambda attempt: Client((socket,), attempt), describe)
+        self.role = CountingRole(export, lambda attempt: Client((socket,), attempt), describe)
         self.ended: dict[int, bool] = {}
         self._requests: dict[str, int] = {}
 
     @property
     def _client(self) -> Client:
         # Another one after sleep.
+        assert self.role.client is not None
         return self.role.client
 
     @property

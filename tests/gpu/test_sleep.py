@@ -43,7 +43,7 @@ def rank(double: Double, sidecar: SidecarProcess) -> Iterator[Child]:
 def test_the_sidecar_lets_go_before_the_memory_goes_and_shares_what_comes_back(
     double: Double, sidecar: SidecarProcess, rank: Child
 ) -> None:
-    rank.run("rank.sleep_mode.unregister(); rank.sleep_mode.unregister()")
+    rank.run("rank.role.unregister(); rank.role.unregister()")
     assert not OF_A_WORKER & set(sidecar.left), "unregister_kv_caches returned too early"
     # Nothing of the old attachment is left in the engine's process either.
     assert "registration" not in double.process(rank.pid).left
@@ -51,7 +51,7 @@ def test_the_sidecar_lets_go_before_the_memory_goes_and_shares_what_comes_back(
     assert not {"mapping", "handle"} & set(double.process(rank.pid).left)
     assert not rank.run("result = rank.load(2, key, [5])"), "asleep, every job fails at once"
     rank.run(
-        "rank.wake_up(); rank.sleep_mode.restore(); rank.attached()\n"
+        "rank.wake_up(); rank.role.restore(); rank.attached()\n"
         "assert rank.load(3, key, [7]); assert rank.block(7) == wanted\n"
         "rank.randomize(2); assert rank.store(4, b'l' * 32, [3, 4]); stored = rank.block(4)\n"
         "rank.randomize(3); assert rank.load(5, b'l' * 32, [9, 8])\n"
@@ -91,7 +91,7 @@ def test_a_sidecar_that_died_meanwhile_is_no_loss_to_who_sleeps(
 ) -> None:
     rank.run("epoch = rank.attached(); rank.go_to_sleep()")
     sidecar.kill()
-    rank.run("rank.wake_up(); rank.sleep_mode.unregister(); rank.sleep_mode.restore()")
+    rank.run("rank.wake_up(); rank.role.unregister(); rank.role.restore()")
     with SidecarProcess(double, short_directory):
         rank.run(
             "rank.attached(other_than=epoch); rank.randomize(4)\n"

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from connector.export import ExportedMemory, GroupTensors, export
-from connector.worker import SleepMode
 from tests.gpu.device import Device, call
 from tests.gpu.steps import Steps
 from tests.offsets import offset_of
@@ -124,21 +123,23 @@ class Rank(DriverCache, Steps):
         self.layout = layout
         allocate = self.gpu.allocate_vmm if vmm else self.gpu.allocate
         self.base = allocate(layout.size_bytes)
-        self.memory = share(self.gpu, self.base, layout)
+        self.join(socket, self._share, rank=rank, world_size=world_size, engine_id=engine_id)
+
+    def _share(self) -> ExportedMemory:
+        self.memory = share(self.gpu, self.base, self.layout)
         self.kind = self.memory.shared.kind
-        self.join(socket, self.memory, rank=rank, world_size=world_size, engine_id=engine_id)
-        self.sleep_mode = SleepMode(self.role, lambda: share(self.gpu, self.base, layout))
+        return self.memory
 
     def go_to_sleep(self) -> None:
         """As vLLM's worker: its streams are idle, the connector is told, the memory goes."""
         call("cuStreamSynchronize", self.gpu.stream)
-        self.sleep_mode.unregister()
+        self.role.unregister()
         self.gpu.discard_vmm(self.base, self.layout.size_bytes)
 
     def wake_up(self) -> None:
         """The memory comes back, with nothing of before in it, and the connector is told."""
         self.gpu.restore_vmm(self.base, self.layout.size_bytes)
-        self.sleep_mode.restore()
+        self.role.restore()
 
     def close(self) -> None:
         """Leave, and give everything of the driver back."""

@@ -92,13 +92,12 @@ class SimEngine:
         self.role = SchedulerRole(
             self.wire.as_client(),
             [CachedGroup(group.digest, group.geometry) for group in self.groups],
-            Settings(reads=True, writes=True, load_tokens_min=BLOCK_TOKENS),
-            model.ranks,
+            Settings(reads=True, writes=True, world_size=model.ranks, load_tokens_min=BLOCK_TOKENS),
+            self.pool,
             clock=world.clock,
         )
         self._really_plan_store: Callable[..., Store | None] = self.role.stores.plan
         setattr(self.role.stores, "plan", self._plan_store)  # noqa: B010 (mypy)
-        self.role.bind_block_pool(self.pool)
         checks.images.engines.append(self)
 
     def attach_message(self, role: Role, rank: int, **parts: Any) -> Attach:

@@ -12,7 +12,7 @@ import numpy as np
 from connector.client import Attempt, Client
 from connector.export import ExportedMemory
 from connector.worker import WorkerRole
-from sidecar.protocol import Attach, Memory, Role
+from sidecar.protocol import Attach, Role
 from tests.simulation.clock import Violation
 from tests.simulation.content import BLOCK_TOKENS, POISON, Words
 from tests.simulation.wire import Wire
@@ -52,8 +52,9 @@ class SimWorker(WorkerRole):
         fence = LateFence()
         fence.late = self._late
         self.pages.append(fence)
-        memory = Memory(kind="memfd", size_bytes=self._memory.size_bytes)
-        return Attempt(self._describe(self._memory, memory), [self._memory.fd, fence.fd], fence)
+        memory = self._memory
+        assert memory is not None
+        return Attempt(self._describe(memory), [memory.fd, fence.fd], fence)
 
 
 class Rank:
@@ -74,7 +75,7 @@ class Rank:
         exported = ExportedMemory(self.fd, self.layout.size_bytes, self.layout, others)
         self.wire: Wire
         self.role = SimWorker(
-            exported,
+            lambda: exported,
             self._wired,
             self._describe,
             clock=engine.world.clock,
@@ -85,8 +86,8 @@ class Rank:
         self.wire = Wire(self.engine.node, f"{self.engine.name}.{self.rank}", make_attempt)
         return self.wire.as_client()
 
-    def _describe(self, memory: ExportedMemory, shared: Memory) -> Attach:
-        return self.engine.attach_message(Role.WORKER, self.rank, memory=shared)
+    def _describe(self, memory: ExportedMemory) -> Attach:
+        return self.engine.attach_message(Role.WORKER, self.rank, memory=memory.shared)
 
     def compute(
         self, group: int, digests: Words, table: Sequence[int], start: int, request_id: str

@@ -54,7 +54,7 @@ class Engine(Steps):
         # As in another life: its keys and jobs are not those of the one before.
         self.join(
             socket,
-            self.memory,
+            lambda: self.memory,
             engine_id=f"{engine_id}-{self.attachments}",
             blocks_per_chunk=blocks_per_chunk,
             namespace=self._namespace(blocks_per_chunk),
