@@ -20,7 +20,7 @@ import socket
 import threading
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 import zmq
 
@@ -31,6 +31,7 @@ from sidecar.protocol import (
     PROTOCOL_VERSION,
     Attach,
     Attached,
+    AttachReply,
     ClientMessage,
     Declined,
     IndexMoved,
@@ -48,7 +49,7 @@ from sidecar.protocol import (
 from tiers.kv.index import IndexReader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 logger = logging.getLogger("vllm.kvlake")
 
@@ -83,12 +84,11 @@ class SidecarSession:
     """Newer indexes that the engine's thread has not taken yet."""
 
 
-@dataclass(frozen=True, slots=True)
-class Attempt:
+class Attempt(NamedTuple):
     """What one attempt to attach sends, and what its session keeps as `context`."""
 
     message: Attach
-    fds: list[int] = field(default_factory=list[int])
+    fds: Sequence[int] = ()
     context: object = None
 
 
@@ -186,12 +186,8 @@ class Client:
         frame = encode(message)
         if len(frame) > FRAME_BYTES_MAX:
             # The sidecar would refuse it, and its jobs would end at their deadline only.
-            self._log(
-                logging.WARNING,
-                "a message of %d bytes was not sent: the sidecar accepts at most %d",
-                len(frame),
-                FRAME_BYTES_MAX,
-            )
+            text = "a message of %d bytes was not sent: the sidecar accepts at most %d"
+            self._log(logging.WARNING, text, len(frame), FRAME_BYTES_MAX)
             return False
         try:
             self._dealer.send(frame, zmq.NOBLOCK, copy=True)
@@ -266,12 +262,8 @@ class Client:
             # In the middle of an engine's step: do not raise, serve without the cache.
             session.dead = True
             self._close_dealer()
-            self._log(
-                logging.ERROR,
-                "no job socket at %s (%s); serving without the cache until the sidecar restarts",
-                session.endpoint,
-                error,
-            )
+            text = "no job socket at %s (%s); serving without the cache until the sidecar restarts"
+            self._log(logging.ERROR, text, session.endpoint, error)
 
     def _close_dealer(self) -> None:
         if self._dealer is not None:
@@ -292,22 +284,19 @@ class Client:
                     session = self._attach(connection, self._make_attempt())
                     self._offered = session
                     self._attached_once.set()
-                    path = connection.getpeername()
-                    self._log(logging.INFO, "attached to the sidecar at %s", path)
+                    self._log(
+                        logging.INFO, "attached to the sidecar at %s", connection.getpeername()
+                    )
                     connection.settimeout(None)
                     while True:
                         self._index_moved(session, *self._receive(connection))
             except (OSError, ProtocolError, ValueError) as error:
                 self._unanswered = isinstance(error, TimeoutError)
                 state = "lost" if session is not None else "absent"
+                paths = " or ".join(self._paths)
+                text = "no sidecar at %s (%s: %s); serving without the cache until it is back"
                 if not self._closing.is_set():
-                    self._log(
-                        logging.WARNING,
-                        "no sidecar at %s (%s: %s); serving without the cache until it is back",
-                        " or ".join(self._paths),
-                        state,
-                        error,
-                    )
+                    self._log(logging.WARNING, text, paths, state, error)
             except Exception as error:
                 # A bug must not end the thread, or the engine would never attach again.
                 text = "attaching to the sidecar failed unexpectedly: %r"
@@ -325,11 +314,10 @@ class Client:
         scheduler = attempt.message.role is Role.SCHEDULER
         if not isinstance(reply, Attached) or (scheduler and len(received) != 1):
             _close_all(received)
+            found = f"unexpected answer {type(reply).__name__} with {len(received)} descriptors"
             if isinstance(reply, Refused):
-                raise ConnectionError(f"refused ({reply.code}): {reply.message}")
-            raise ConnectionError(
-                f"unexpected answer {type(reply).__name__} with {len(received)} descriptors"
-            )
+                found = f"refused ({reply.code}): {reply.message}"
+            raise ConnectionError(found)
         index = IndexReader(received[0], reply.index_bytes) if scheduler else None
         return SidecarSession(
             epoch=reply.epoch,
@@ -342,18 +330,15 @@ class Client:
             wants_events=attempt.message.want_events,
         )
 
-    def _index_moved(
-        self, session: SidecarSession, moved: Attached | Refused | IndexMoved, fds: list[int]
-    ) -> None:
+    def _index_moved(self, session: SidecarSession, moved: AttachReply, fds: list[int]) -> None:
         if isinstance(moved, IndexMoved) and len(fds) == 1 and moved.epoch == session.epoch:
             session.moved.append(IndexReader(fds[0], moved.index_bytes))
         else:
             self.answers_stale += isinstance(moved, IndexMoved)
             _close_all(fds)
 
-    def _receive(
-        self, connection: socket.socket
-    ) -> tuple[Attached | Refused | IndexMoved, list[int]]:
+    @staticmethod
+    def _receive(connection: socket.socket) -> tuple[AttachReply, list[int]]:
         header, fds, _, _ = socket.recv_fds(
             connection, 4, FDS_PER_ATTACH_MAX, socket.MSG_CMSG_CLOEXEC
         )
@@ -404,13 +389,7 @@ class UncachedNotice:
         message: str,
     ) -> None:
         printable = "".join(c if c.isprintable() else " " for c in message)[:DECLINED_CHARS_MAX]
-        declined = Declined(
-            version=PROTOCOL_VERSION,
-            role=role,
-            engine_id=engine_id,
-            reason=reason,
-            message=printable,
-        )
+        declined = Declined(PROTOCOL_VERSION, role, engine_id, reason, printable)
         self._paths = paths
         self._payload = frame_stream(encode(declined))
         self._closing = threading.Event()

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import Final
-
-USAGE: Final = 2
-"""As in `sidecar/exits.py`."""
 
 
 def main() -> int:
@@ -16,7 +12,7 @@ def main() -> int:
         importlib.import_module("connector.ownership")
     except ImportError as error:
         sys.stderr.write(f"kvlake: {error}\n")
-        return USAGE
+        return 2  # Exit.USAGE of `sidecar/exits.py`, which may be another's
     return int(importlib.import_module("sidecar.cli").main())
 
 

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from sidecar.protocol import KIND_CUDA_IPC, KIND_CUDA_VMM, KIND_MEMFD, Memory
 from tiers.cuda.errors import CudaFailed
-from tiers.cuda.ipc_export import SharedAllocation, ShareRefused, share
+from tiers.cuda.ipc_export import ShareRefused, share
 from tiers.cuda.stream_fence import StreamFence
 from tiers.errors import LayoutError
 from tiers.kv.fence import WorkerFence
@@ -109,46 +109,34 @@ class ExportedMemory:
     """KV memory with its layouts, its description for the wire, and a descriptor if it has one."""
 
     def __init__(
-        self, fd: int, size_bytes: int, layout: KVLayout, others: Sequence[KVLayout] = ()
+        self,
+        fd: int,
+        size_bytes: int,
+        layout: KVLayout,
+        others: Sequence[KVLayout] = (),
+        *,
+        shared: Memory | None = None,
+        new_fence: Callable[[], WorkerFence] = WorkerFence,
     ) -> None:
         self.fd = fd
         self.size_bytes = size_bytes
         self.layout = layout
         self.layouts = (layout, *others)
         """One of each KV cache group."""
-        self.shared = Memory(KIND_MEMFD, size_bytes)
+        self.shared = shared or Memory(KIND_MEMFD, size_bytes)
+        self.new_fence = new_fence
+        """Makes a fence page for one attempt to attach."""
 
     @property
     def fds(self) -> list[int]:
         """Descriptors to send with the description, before that of the fence page."""
         return [self.fd] if self.fd >= 0 else []
 
-    def new_fence(self) -> WorkerFence:
-        """A fence page for one attempt to attach."""
-        return WorkerFence()
-
     def close(self) -> None:
         """Close the descriptor; the engine's own mapping stays."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-
-
-class ExportedGpuMemory(ExportedMemory):
-    """KV memory on a GPU; `stream` returns the handle of the current CUDA stream."""
-
-    def __init__(
-        self, found: SharedAllocation, layouts: Sequence[KVLayout], stream: Callable[[], int]
-    ) -> None:
-        kind = KIND_CUDA_IPC if found.handle else KIND_CUDA_VMM
-        super().__init__(found.fd, found.size_bytes, layouts[0], layouts[1:])
-        self.shared = Memory(kind, found.size_bytes, found.device_uuid, found.handle)
-        self._context = found.context
-        self._stream = stream
-
-    def new_fence(self) -> WorkerFence:
-        """A fence page that the stream writes to."""
-        return StreamFence(self._context, self._stream)
 
 
 def _current_stream() -> int:
@@ -160,13 +148,15 @@ class GroupTensors:
     """One KV cache group on a worker.
 
     `tensors` have the shape [blocks, heads, tokens, content], in layer order. An entry of the third
-    axis stands for `entry_tokens` tokens. `encoding` is from `namespace.encoding_of`.
+    axis stands for `entry_tokens` tokens. `encoding` is from `namespace.encoding_of`. The scheduler
+    has blocks of `block_tokens`; 0: as they are in memory.
     """
 
     tensors: list[torch.Tensor]
     segment: Segment
     encoding: str
     entry_tokens: int = 1
+    block_tokens: int = 0
 
 
 def export(
@@ -181,7 +171,8 @@ def export(
     CUDA stream that the engine's work is queued on.
 
     Raises:
-        ExportRefused: the memory is not one allocation, or is of a kind that cannot be shared.
+        ExportRefused: the memory is not one allocation, or is of a kind that cannot be shared, or
+            attention kernels divide the scheduler's blocks.
         LayoutError: the tensors do not form a layout.
         OSError: `allocation` could not be made on a memfd.
     """
@@ -211,18 +202,6 @@ def export(
     return ExportedMemory(allocation.fd, size_bytes, layout, others)
 
 
-def require_block_tokens(memory: ExportedMemory, block_tokens: Sequence[int]) -> None:
-    """Raise `ExportRefused` if attention kernels divide the scheduler's blocks of any group."""
-    for layout, expected in zip(memory.layouts, block_tokens, strict=True):
-        if layout.block_tokens != expected:
-            memory.close()
-            raise ExportRefused(
-                f"its blocks of {expected} tokens lie in memory as blocks of "
-                f"{layout.block_tokens}; set --block-size {layout.block_tokens}, or choose an "
-                f"attention backend whose kernels take {expected}"
-            )
-
-
 def _export_gpu(groups: Sequence[GroupTensors], stream: Callable[[], int]) -> ExportedMemory:
     tensors = groups[0].tensors
     storage = tensors[0].untyped_storage()
@@ -236,7 +215,15 @@ def _export_gpu(groups: Sequence[GroupTensors], stream: Callable[[], int]) -> Ex
         if found.fd >= 0:
             os.close(found.fd)
         raise
-    return ExportedGpuMemory(found, layouts, stream)
+    kind = KIND_CUDA_IPC if found.handle else KIND_CUDA_VMM
+    return ExportedMemory(
+        found.fd,
+        found.size_bytes,
+        layouts[0],
+        layouts[1:],
+        shared=Memory(kind, found.size_bytes, found.device_uuid, found.handle),
+        new_fence=lambda: StreamFence(found.context, stream),
+    )
 
 
 def _layout(group: GroupTensors, base: int, size_bytes: int) -> KVLayout:
@@ -252,7 +239,7 @@ def _layout(group: GroupTensors, base: int, size_bytes: int) -> KVLayout:
         )
         for tensor in shaped
     ]
-    return KVLayout.from_views(
+    layout = KVLayout.from_views(
         group.segment,
         views,
         itemsize=itemsize,
@@ -261,3 +248,10 @@ def _layout(group: GroupTensors, base: int, size_bytes: int) -> KVLayout:
         size_bytes=size_bytes,
         entry_tokens=group.entry_tokens,
     )
+    if group.block_tokens not in (0, layout.block_tokens):
+        raise ExportRefused(
+            f"its blocks of {group.block_tokens} tokens lie in memory as blocks of "
+            f"{layout.block_tokens}; set --block-size {layout.block_tokens}, or choose an "
+            f"attention backend whose kernels take {group.block_tokens}"
+        )
+    return layout

@@ -49,13 +49,10 @@ class KVLakePromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters: dict[str, Any] = {}
+        self._counters: dict[str, dict[int, Any]] = {}
         for field in fields(Stats):
-            counter = self._counter_cls(
-                name=f"vllm:kvlake_{field.name}",
-                documentation=f"kvlake: {field.metadata['help']}.",
-                labelnames=labelnames,
-            )
+            name, text = f"vllm:kvlake_{field.name}", f"kvlake: {field.metadata['help']}."
+            counter = self._counter_cls(name=name, documentation=text, labelnames=labelnames)
             self._counters[field.name] = {
                 engine: counter.labels(*values) for engine, values in per_engine_labelvalues.items()
             }

@@ -17,13 +17,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvlake")
 
-CONNECTOR_OPTIONS: Final = (
-    "socket",
-    "chunk_tokens",
-    "load_tokens_min",
-    "attach_seconds",
-    "weights_digest",
-)
+_ATTACHING: Final = ("socket", "attach_seconds", "weights_digest")
+CONNECTOR_OPTIONS: Final = (*_ATTACHING, "chunk_tokens", "load_tokens_min")
 """Options of `KVLakeConnector`."""
 CHUNK_TOKENS_FROM: Final = "chunk_tokens_from"
 """Set by `kvlake run` alone: the setting of the sidecar that `chunk_tokens` is from, for errors."""
@@ -47,14 +42,7 @@ VLLM_OFFLOADING_OPTIONS: Final = (
     "sync_load_budget_bytes",
 )
 """Options of vLLM's own offloading, in the same configuration."""
-
-OFFLOADING_OPTIONS: Final = (
-    *VLLM_OFFLOADING_OPTIONS,
-    "socket",
-    "attach_seconds",
-    "weights_digest",
-    "adapters_by_path",
-)
+OFFLOADING_OPTIONS: Final = (*VLLM_OFFLOADING_OPTIONS, *_ATTACHING, "adapters_by_path")
 """Options of an engine with `KVLakeOffloadingSpec`."""
 
 _COUNT: Final = (Annotated[int, msgspec.Meta(gt=0)], "a positive integer")
@@ -74,9 +62,8 @@ def option(extra: Mapping[str, Any], name: str, default: Any) -> Any:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError:
-        raise ValueError(
-            f"kv_connector_extra_config[{name!r}]={value!r}: must be {allowed}"
-        ) from None
+        message = f"kv_connector_extra_config[{name!r}]={value!r}: must be {allowed}"
+        raise ValueError(message) from None
 
 
 def log_unknown_options(extra: Mapping[str, Any], known: Collection[str]) -> None:

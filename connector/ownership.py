@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Final
 
 PACKAGES: Final = ("sidecar", "tiers")
-MARK: Final = "kvlake"
-"""In the first line of each package's `__init__.py`."""
 
 
 def fault() -> str:
@@ -22,7 +20,8 @@ def fault() -> str:
         if spec is None or spec.origin is None:
             return f"kvlake's package `{package}` is not installed; install kvlake again"
         path = Path(spec.origin)
-        if MARK not in path.read_text(errors="replace").partition("\n")[0]:
+        # The first line of each `__init__.py` of kvlake's names it.
+        if "kvlake" not in path.read_text(errors="replace").partition("\n")[0]:
             return (
                 f"{path.parent} is not kvlake's: another distribution has a package of this name. "
                 f"Run `pip uninstall {package}`, then install kvlake again, or use separate "

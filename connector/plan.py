@@ -63,8 +63,6 @@ class Store:
     job: StoreJob
     adapter_id: int = 0
     adapter_files: str = ""
-    request_id: None = field(default=None, init=False)
-    """No request waits for it."""
 
     @property
     def bytes_max(self) -> int:

@@ -5,15 +5,14 @@ vLLM calls it first in each of its processes, so it does not import the connecto
 
 from __future__ import annotations
 
-NAME = "KVLakeConnector"
+import contextlib
 
 
 def register() -> None:
     """Register the connector with vLLM's factory. May be called again."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    try:
-        KVConnectorFactory.register_connector(NAME, "connector.vllm", NAME)
-    except ValueError:
-        # Registered already: vLLM may load plugins twice.
-        return
+    name = "KVLakeConnector"
+    # It is registered already where vLLM loads plugins twice.
+    with contextlib.suppress(ValueError):
+        KVConnectorFactory.register_connector(name, "connector.vllm", name)

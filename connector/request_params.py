@@ -36,6 +36,12 @@ _TYPES: Final[dict[str, Any]] = {
     EXPECT: Annotated[int, msgspec.Meta(ge=0)],
     "wait_seconds": Annotated[float, msgspec.Meta(ge=0, le=WAIT_MS_MAX / 1000)],
 }
+_INVALID: Final = (
+    "it is not understood and means less caching; valid are read and write (true, false or "
+    f'"host"), ttl_seconds (up to {TTL_MS_MAX // 1000}), pin_seconds (up to {PIN_MS_MAX // 1000}), '
+    f"hand_over (true or false), {EXPECT} (0 or more) and wait_seconds (up to "
+    f"{WAIT_MS_MAX // 1000})"
+)
 CONNECTOR_ONLY: Final = ("pin_seconds", "hand_over", EXPECT, "wait_seconds")
 """Parameters that a tier of vLLM's own offloading cannot serve: vLLM shows it chunks, and neither a
 request's prompt nor its answer."""
@@ -73,15 +79,14 @@ class RequestParamsReader:
 
     def __init__(self, unsupported: Collection[str] = ()) -> None:
         self._unsupported = unsupported
-        self._invalid_logged = False
-        self._unsupported_logged = False
+        self._logged: set[str] = set()
 
     def read(self, request: Any) -> RequestParams:
         """The parameters of a request of vLLM."""
         params = getattr(request, "kv_transfer_params", None)
         given = params.get(PARAMS, {}) if isinstance(params, dict) else {}
         if not isinstance(given, dict) or not given.keys() <= _TYPES.keys():
-            self._log_invalid(given)
+            self._log_once("invalid", given, _INVALID)
             return NOTHING
         if not given:
             return RequestParams()
@@ -90,40 +95,19 @@ class RequestParamsReader:
             try:
                 valid[name] = msgspec.convert(value, _TYPES[name])
             except msgspec.ValidationError:
-                self._log_invalid(given)
+                self._log_once("invalid", given, _INVALID)
         # A false or empty value asks for nothing.
         if ignored := [name for name in given if name in self._unsupported and given[name]]:
-            self._log_unsupported(given, ignored)
+            names = ", ".join(ignored)
+            fault = f"{names} is ignored, because only KVLakeConnector supports it"
+            self._log_once("unsupported", given, fault)
         return _request_params(valid, invalid=given.keys() - valid.keys())
 
-    def _log_invalid(self, given: object) -> None:
-        if self._invalid_logged:
-            return
-        self._invalid_logged = True
-        logger.warning(
-            "kvlake: kv_transfer_params[%r]=%r of a request is not understood and means less "
-            'caching; valid are read and write (true, false or "host"), ttl_seconds (up to %d), '
-            "pin_seconds (up to %d), hand_over (true or false), %s (0 or more) and wait_seconds "
-            "(up to %d). Logged once",
-            PARAMS,
-            given,
-            TTL_MS_MAX // 1000,
-            PIN_MS_MAX // 1000,
-            EXPECT,
-            WAIT_MS_MAX // 1000,
-        )
-
-    def _log_unsupported(self, given: object, ignored: list[str]) -> None:
-        if self._unsupported_logged:
-            return
-        self._unsupported_logged = True
-        logger.warning(
-            "kvlake: kv_transfer_params[%r]=%r of a request: %s is ignored, because only "
-            "KVLakeConnector supports it. Logged once",
-            PARAMS,
-            given,
-            ", ".join(ignored),
-        )
+    def _log_once(self, kind: str, given: object, fault: str) -> None:
+        if kind not in self._logged:
+            self._logged.add(kind)
+            text = "kvlake: kv_transfer_params[%r]=%r of a request: %s. Logged once"
+            logger.warning(text, PARAMS, given, fault)
 
 
 def _request_params(valid: dict[str, Any], invalid: Collection[str]) -> RequestParams:

@@ -25,14 +25,7 @@ from vllm.v1.request import RequestStatus
 import connector.ownership  # noqa: F401 # pyright: ignore[reportUnusedImport] (looks first)
 from connector.client import Attempt, Client, UncachedNotice
 from connector.events import events_endpoints, hits_event, vllm_events
-from connector.export import (
-    ExportedMemory,
-    ExportRefused,
-    GroupTensors,
-    MemfdAllocation,
-    export,
-    require_block_tokens,
-)
+from connector.export import ExportedMemory, ExportRefused, GroupTensors, MemfdAllocation, export
 from connector.identity.adapters import LoadedAdapters
 from connector.identity.fingerprint import adapter_settings
 from connector.identity.groups import CachedGroup
@@ -99,10 +92,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
     """vLLM's KV connector of kvlake; its options: docs/reference/engine-options.md."""
 
     def __init__(
-        self,
-        vllm_config: VllmConfig,
-        role: KVConnectorRole,
-        kv_cache_config: KVCacheConfig,
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler: SchedulerRole | None = None
@@ -139,43 +129,6 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         if self._notice is None:
             engine, role = self._engine, Role(self.role.name.lower())
             self._notice = UncachedNotice(engine.sockets, role, engine.engine_id, reason, message)
-
-    def _make_scheduler(self, vllm_config: Any, block_pool: Any) -> SchedulerRole:
-        engine = self._engine
-        events = vllm_config.kv_events_config
-        self._wants_events = bool(events is not None and events.enable_kv_cache_events)
-        # As in vLLM's publisher: data parallel ranks of a dense model are all rank 0.
-        index = vllm_config.parallel_config.data_parallel_index
-        endpoint, replay = events_endpoints(events, index)
-        attach = engine.attach(
-            Role.SCHEDULER,
-            0,
-            want_events=self._wants_events,
-            events_endpoint=endpoint,
-            events_replay=replay,
-        )
-        client = self._attached(Client(engine.sockets, lambda: Attempt(attach)))
-        if engine.media_refusal:
-            logger.warning(
-                "kvlake: requests with images, audio or video are not cached, because %s",
-                engine.media_refusal,
-            )
-        adapters = adapter_settings(vllm_config)
-        settings = Settings(
-            reads=self._reads,
-            writes=vllm_config.kv_transfer_config.is_kv_producer,
-            world_size=engine.world_size,
-            num_blocks=engine.num_blocks,
-            speculation=engine.speculation,
-            load_tokens_min=engine.load_tokens_min,
-            caches_media=not engine.media_refusal,
-            beside_others=self._beside_others,
-            adapters=json.dumps(adapters, sort_keys=True) if adapters else "",
-        )
-        groups = [CachedGroup(digest_of(one.namespace), one.geometry) for one in engine.groups]
-        role = SchedulerRole(client, groups, settings, block_pool)
-        watch_engine_weights(role)
-        return role
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -220,12 +173,11 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
                     group.segment(engine.parallel_layout, place),
                     group.encoding,
                     group.entry_tokens,
+                    group.geometry.block_tokens,
                 )
                 for group in engine.groups
             ]
-            exported = export(groups, self._allocation)
-            require_block_tokens(exported, [one.geometry.block_tokens for one in engine.groups])
-            return exported
+            return export(groups, self._allocation)
 
         def describe(exported: ExportedMemory) -> Attach:
             number = engine.parallel_layout.number(this_place())
@@ -306,8 +258,42 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Begin to serve. vLLM calls this once its scheduler is made, before any request."""
-        if not self._engine.refusal:
-            self._scheduler = self._make_scheduler(self._vllm_config, gpu_block_pool)
+        engine, vllm_config = self._engine, self._vllm_config
+        if engine.refusal:
+            return
+        events = vllm_config.kv_events_config
+        self._wants_events = bool(events is not None and events.enable_kv_cache_events)
+        # As in vLLM's publisher: data parallel ranks of a dense model are all rank 0.
+        index = vllm_config.parallel_config.data_parallel_index
+        endpoint, replay = events_endpoints(events, index)
+        attach = engine.attach(
+            Role.SCHEDULER,
+            0,
+            want_events=self._wants_events,
+            events_endpoint=endpoint,
+            events_replay=replay,
+        )
+        client = self._attached(Client(engine.sockets, lambda: Attempt(attach)))
+        if engine.media_refusal:
+            logger.warning(
+                "kvlake: requests with images, audio or video are not cached, because %s",
+                engine.media_refusal,
+            )
+        adapters = adapter_settings(vllm_config)
+        settings = Settings(
+            reads=self._reads,
+            writes=vllm_config.kv_transfer_config.is_kv_producer,
+            world_size=engine.world_size,
+            num_blocks=engine.num_blocks,
+            speculation=engine.speculation,
+            load_tokens_min=engine.load_tokens_min,
+            caches_media=not engine.media_refusal,
+            beside_others=self._beside_others,
+            adapters=json.dumps(adapters, sort_keys=True) if adapters else "",
+        )
+        groups = [CachedGroup(digest_of(one.namespace), one.geometry) for one in engine.groups]
+        self._scheduler = SchedulerRole(client, groups, settings, gpu_block_pool)
+        watch_engine_weights(self._scheduler)
 
     def on_new_request(self, request: Any) -> None:
         """Hash the prompt once, and start to read what only the object store has."""
@@ -375,7 +361,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_finished_all_groups`, of an engine with one group."""
+        """The same, of an engine with one group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
@@ -412,9 +398,8 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         """Changes of the tiers, as in the sidecar's own stream but without tokens."""
         if self._scheduler is None or not self._wants_events:
             return ()
-        several = len(self._engine.groups) > 1
-        taken = self._scheduler.take_events()
-        events = vllm_events(taken, self._engine.owner, several_groups=several)
+        engine, taken = self._engine, self._scheduler.take_events()
+        events = vllm_events(taken, engine.owner, several_groups=len(engine.groups) > 1)
         if self._publishes_hits:
             self._publishes_hits = False
             events.append(hits_event())

@@ -65,6 +65,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from inspect import currentframe
 from typing import TYPE_CHECKING, Any, Final
@@ -209,22 +210,15 @@ def watch_adapter_loads(adapters: LoadedAdapters) -> None:
     # Not at import: vLLM imports the connector in processes that have no adapters.
     from vllm.lora.worker_manager import WorkerLoRAManager
 
+    @contextmanager
+    def loading(listener: LoadedAdapters, _manager: Any, lora: Any) -> Iterator[None]:
+        before = listener.begin(lora)
+        yield
+        listener.note(lora, before)
+
     _adapter_listeners.add(adapters)
-    manager: Any = WorkerLoRAManager
-    load = manager._load_adapter  # noqa: SLF001 (the one method that all loads pass)
-    if load in _wrappers:
-        return
-
-    @wraps(load)
-    def load_adapter(self: Any, lora_request: Any) -> Any:
-        loading = [(one, one.begin(lora_request)) for one in _adapter_listeners]
-        adapter = load(self, lora_request)
-        for one, before in loading:
-            one.note(lora_request, before)
-        return adapter
-
-    _wrappers.add(load_adapter)
-    manager._load_adapter = load_adapter  # noqa: SLF001 (see above)
+    # The one method that all loads pass.
+    _wrap(WorkerLoRAManager, "_load_adapter", _adapter_listeners, loading)
 
 
 # --- weights that are replaced at run time -----------------------------------------------------
@@ -296,11 +290,7 @@ def watch_engine_weights(listener: Any) -> None:
     if module := sys.modules.get("vllm.v1.engine.core"):
         core = module.EngineCore
         _wrap(core, "set_weight_version", _engine_listeners)
-
-        def replaces(_core: Any, method: Any, *_args: Any, **_kwargs: Any) -> bool:
-            return method in WEIGHT_CALLS
-
-        _wrap(core, "collective_rpc", _engine_listeners, replaces)
+        _wrap(core, "collective_rpc", _engine_listeners, _calling)
 
 
 def unwatch_weights(listener: Any) -> None:
@@ -309,27 +299,39 @@ def unwatch_weights(listener: Any) -> None:
     _worker_listeners.discard(listener)
 
 
+@contextmanager
+def _changing(listener: Any, *_args: Any, **_kwargs: Any) -> Iterator[None]:
+    """Tells it before a call, and after it however it ended: it may have changed a part."""
+    listener.weights_changed()
+    try:
+        yield
+    finally:
+        listener.weights_changed()
+
+
+def _calling(
+    listener: Any, _core: Any, method: Any, *_args: Any, **_kwargs: Any
+) -> AbstractContextManager[None]:
+    return _changing(listener) if method in WEIGHT_CALLS else nullcontext()
+
+
 def _wrap(
     owner: Any,
     name: str,
     listeners: weakref.WeakSet[Any],
-    applies: Callable[..., bool] = lambda *_, **__: True,
+    around: Callable[..., AbstractContextManager[None]] = _changing,
 ) -> None:
-    """Tell listeners before a call, and after it however it ended: it may have changed a part."""
+    """Put calls of a method, if there is one, in `around` of each listener and their arguments."""
     call = getattr(owner, name, None)
     if call is None or call in _wrappers:
         return
 
     @wraps(call)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        told = list(listeners) if applies(*args, **kwargs) else []
-        for one in told:
-            one.weights_changed()
-        try:
+        with ExitStack() as stack:
+            for listener in list(listeners):
+                stack.enter_context(around(listener, *args, **kwargs))
             return call(*args, **kwargs)
-        finally:
-            for one in told:
-                one.weights_changed()
 
     _wrappers.add(wrapped)
     setattr(owner, name, wrapped)

@@ -24,7 +24,6 @@ from sidecar.protocol import (
     Attach,
     Done,
     Error,
-    JobOutcome,
     Outcome,
     Submit,
 )
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from connector.export import ExportedMemory
+    from sidecar.protocol import ServerMessage
 
 logger = logging.getLogger("vllm.kvlake")
 
@@ -47,9 +47,7 @@ RELEASE_SECONDS_MAX: Final = 10.0
 
 @dataclass(slots=True)
 class _Outstanding:
-    job_id: int
-    request_id: str | None
-    """The request of a load; None for a store."""
+    job: Load | Store
     deadline: float
     fence: WorkerFence
 
@@ -152,14 +150,14 @@ class WorkerRole:
             self.client.close(wait_seconds_max=0.0)
         self._idle = plan.idle
         self._waiting = plan.waiting
+        planned: list[Load | Store] = [*plan.loads, *plan.stores]
         jobs: list[Load | Store] = []
-        for job in (*plan.loads, *plan.stores):
-            if stale or not (
-                isinstance(job, Load) or has_adapter(job.adapter_id, job.adapter_files)
-            ):
-                self._fail(job)
-            else:
+        for job in planned:
+            known = isinstance(job, Load) or has_adapter(job.adapter_id, job.adapter_files)
+            if known and not stale:
                 jobs.append(job)
+            else:
+                self._end(job, Outcome.FAILED)
         if not jobs:
             return
         session = self._refresh_session()
@@ -167,7 +165,7 @@ class WorkerRole:
         self._step += 1
         if session is None or fence is None or not self._signal(fence):
             for job in jobs:
-                self._fail(job)
+                self._end(job, Outcome.FAILED)
             return
         assert self.client is not None
         now = self._clock()
@@ -180,14 +178,10 @@ class WorkerRole:
             sent = self.client.send(session, Submit(session.epoch, self._step, loads, stores))
             for job in batch:
                 if not sent:
-                    self._fail(job)
+                    self._end(job, Outcome.FAILED)
                     continue
                 deadline = load_deadline if isinstance(job, Load) else store_deadline
-                job_id = job.job.job_id
-                self.outstanding[job_id] = _Outstanding(job_id, job.request_id, deadline, fence)
-
-    def _fail(self, job: Load | Store) -> None:
-        self._end(job.job.job_id, job.request_id, Outcome.FAILED)
+                self.outstanding[job.job.job_id] = _Outstanding(job, deadline, fence)
 
     def _signal(self, fence: WorkerFence) -> bool:
         """Have the page show when this step's work is done; False if it never will.
@@ -216,37 +210,39 @@ class WorkerRole:
             client.wait(IDLE_WAIT_MS)
         if client is not None and (self.outstanding or self.retired):
             for message in client.poll():
-                if isinstance(message, Done):
-                    self._answered(message.jobs)
-                elif isinstance(message, Error):
-                    self._refused(message)
+                self._answered(message)
             self._expire()
         results, self._results = self._results, TransferResults()
         return results
 
-    def _answered(self, jobs: list[JobOutcome]) -> None:
-        for job in jobs:
-            outstanding = self.outstanding.pop(job.job_id, None)
-            if outstanding is not None:
-                self._end(job.job_id, outstanding.request_id, job.outcome)
-
-    def _refused(self, error: Error) -> None:
-        """End all jobs: those of the refused message get no answer, and which is not known."""
-        logger.warning("kvlake: the sidecar refused jobs (%s): %s", error.code, error.message)
-        for job in self.outstanding.values():
-            job.deadline = 0.0
+    def _answered(self, message: ServerMessage) -> None:
+        if isinstance(message, Done):
+            for ended in message.jobs:
+                if (outstanding := self.outstanding.pop(ended.job_id, None)) is not None:
+                    self._end(outstanding.job, ended.outcome)
+        elif isinstance(message, Error):
+            # The jobs of the refused message get no answer, and which they are is not known.
+            logger.warning(
+                "kvlake: the sidecar refused jobs (%s): %s", message.code, message.message
+            )
+            for outstanding in self.outstanding.values():
+                outstanding.deadline = 0.0
 
     def _expire(self) -> None:
         """End jobs that get no answer: past their deadline, or of a lost session."""
         now = self._clock()
         revoke_below: dict[WorkerFence, int] = {}
-        for job in self.outstanding.values():
-            if job.fence is not self.fence or now >= job.deadline:
-                revoke_below[job.fence] = max(revoke_below.get(job.fence, 0), job.job_id + 1)
-        for fence, below in revoke_below.items():
-            # False while a copy runs: its jobs stay until it ends, and no other copy starts.
-            if fence.try_revoke(below):
-                self._void(fence, below, now)
+        for job_id, open_job in self.outstanding.items():
+            fence = open_job.fence
+            if fence is not self.fence or now >= open_job.deadline:
+                revoke_below[fence] = max(revoke_below.get(fence, 0), job_id + 1)
+        # False while a copy runs: its jobs stay until it ends, and no other copy starts.
+        revoked = {fence for fence, below in revoke_below.items() if fence.try_revoke(below)}
+        for job_id, open_job in list(self.outstanding.items()):
+            if open_job.fence in revoked and job_id < revoke_below[open_job.fence]:
+                del self.outstanding[job_id]
+                late = 0.0 < open_job.deadline <= now
+                self._end(open_job.job, Outcome.EXPIRED if late else Outcome.REVOKED)
         for page in (self.fence, *self.retired):
             if page is not None and page.revoking and page not in revoke_below:
                 # The jobs that were to be revoked were answered in time.
@@ -256,26 +252,19 @@ class WorkerRole:
             self.retired.remove(page)
             page.close()
 
-    def _void(self, fence: WorkerFence, below: int, now: float) -> None:
-        for job in list(self.outstanding.values()):
-            if job.fence is fence and job.job_id < below:
-                del self.outstanding[job.job_id]
-                late = 0.0 < job.deadline <= now
-                self._end(job.job_id, job.request_id, Outcome.EXPIRED if late else Outcome.REVOKED)
-
-    def _end(self, job_id: int, request_id: str | None, outcome: Outcome) -> None:
+    def _end(self, job: Load | Store, outcome: Outcome) -> None:
         results = self._results
-        if request_id is None:
-            results.report.stores_expired += outcome is Outcome.EXPIRED
-            results.report.ended[job_id] = 1
-            if outcome not in (Outcome.OK, Outcome.PARTIAL):
-                results.report.failed += 1
-                results.failed_stores.add(job_id)
+        if isinstance(job, Load):
+            results.report.loads_expired += outcome is Outcome.EXPIRED
+            results.loaded.add(job.request_id)
+            if outcome is not Outcome.OK:
+                results.failed.add(job.request_id)
             return
-        results.report.loads_expired += outcome is Outcome.EXPIRED
-        results.loaded.add(request_id)
-        if outcome is not Outcome.OK:
-            results.failed.add(request_id)
+        results.report.stores_expired += outcome is Outcome.EXPIRED
+        results.report.ended[job.job.job_id] = 1
+        if outcome not in (Outcome.OK, Outcome.PARTIAL):
+            results.report.failed += 1
+            results.failed_stores.add(job.job.job_id)
 
     def unregister(self) -> None:
         """Detach before the engine sleeps and its memory is freed. May be repeated.

@@ -7,8 +7,7 @@ the shared index as it is at that moment.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,27 +16,26 @@ from connector.identity.groups import aligned, longest_hit
 from tiers.kv.index import FLAG_HOST, FLAG_STORE, tags_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from connector.client import SidecarSession
     from connector.identity.groups import Geometry
     from connector.scheduler.requests import GroupState, RequestState
 
-    _Storing = Callable[[bytes], bool]
+ANYWHERE: Final = FLAG_HOST | FLAG_STORE
 
 
-@dataclass(slots=True)
-class Hit:
+class Hit(NamedTuple):
     """The external run behind vLLM's own hit, as the index shows it now."""
 
     end_tokens: int
     """Where the run in host memory ends."""
-    wanted: list[tuple[int, bytes]]
-    """Group and key of what the run lacks in host memory to reach further, in order."""
-    first_wanted_tokens: int
-    """Where the first of them begins."""
     wanted_tokens: int
-    """Where the run would end with them."""
+    """Where it would end with what the object store has."""
+    wanted: Sequence[tuple[int, bytes]] = ()
+    """Group and key of what it lacks in host memory for that, in order."""
+    read_tokens: int = 0
+    """Tokens that only a read of these brings: a missing state costs everything behind it."""
 
 
 class HitFinder:
@@ -59,18 +57,19 @@ class HitFinder:
         ]
         host = [flags & np.uint8(FLAG_HOST) for flags in found]
         end_tokens = self._reach(state, session, local_tokens, host, FLAG_HOST)
-        anywhere = FLAG_HOST | FLAG_STORE
-        wanted_tokens = self._reach(state, session, local_tokens, found, anywhere)
+        wanted_tokens = self._reach(state, session, local_tokens, found, ANYWHERE)
         if wanted_tokens <= end_tokens:
-            return Hit(end_tokens, [], end_tokens, end_tokens)
-        wanted, first_wanted_tokens = self._wanted(state, session, local_tokens, wanted_tokens)
-        return Hit(end_tokens, wanted, first_wanted_tokens, wanted_tokens)
+            return Hit(end_tokens, end_tokens)
+        wanted, first_tokens = self._wanted(state, session, local_tokens, wanted_tokens)
+        read_tokens = wanted_tokens - min(first_tokens, end_tokens)
+        return Hit(end_tokens, wanted_tokens, wanted, read_tokens)
 
     def found_tokens(
-        self, state: RequestState, session: SidecarSession, end_tokens: int, storing: _Storing
+        self, state: RequestState, session: SidecarSession, storing: Collection[bytes]
     ) -> int:
-        """How many of the first `end_tokens` can be loaded, once open stores have ended."""
-        reached, ends = 0, end_tokens
+        """How much of a prompt can be loaded, once the stores of these keys have ended."""
+        end_tokens = ends = state.prompt_tokens
+        reached = 0
         for group in state.groups:
             geometry = group.geometry
             pieces = pieces_kept(geometry, end_tokens)
@@ -81,13 +80,11 @@ class HitFinder:
                 if pieces:
                     ends = min(ends, (pieces[0].chunk + 1) * geometry.chunk_tokens)
             keys = [group.chain.key_of(piece.chunk, piece.end) for piece in pieces]
-            held = _flags(session, keys) if keys else ()
-            there = 0
-            while there < len(keys) and (held[there] or storing(keys[there])):
-                there += 1
+            held = _flags(session, keys) if keys else np.empty(0, np.uint8)
+            there = _leading(held | np.array([key in storing for key in keys], np.uint8))
             if group.group == self.main_group:
                 last = pieces[there - 1] if there else Piece(0, 0, 0)
-                reached = last.chunk * geometry.chunk_tokens + last.end * geometry.block_tokens
+                reached = group.end_tokens(last.chunk, last.end)
             elif there < len(keys):
                 # The tail of a window is needed, wherever the run ends.
                 return 0
@@ -101,22 +98,12 @@ class HitFinder:
         ends: list[int] = []
         for number in self._full or range(len(state.groups)):
             group = state.groups[number]
-            geometry = group.geometry
             last = len(group.chain.keys)
-            blocks = min(group.chain.partial_blocks(last), geometry.blocks_per_chunk - 1)
-            ends.append(last * geometry.chunk_tokens + blocks * geometry.block_tokens)
+            blocks = min(group.chain.partial_blocks(last), group.geometry.blocks_per_chunk - 1)
+            ends.append(group.end_tokens(last, blocks))
         if self._windowed:
             ends.append(state.request.num_tokens - 1)
         return aligned(self._geometries, min(ends))
-
-    def lacks(self, state: RequestState, local_tokens: int) -> int:
-        """Tokens behind vLLM's own hit that a load could bring, if everything were there.
-
-        0 where that hit ends as late as vLLM's own hits can: the last token is always computed.
-        """
-        if local_tokens >= aligned(self._geometries, state.request.num_tokens - 1):
-            return 0
-        return max(0, self.longest(state) - local_tokens)
 
     def loaded_key(
         self,
@@ -153,10 +140,9 @@ class HitFinder:
         ends: list[int] = []
         for number in self._full:
             group = state.groups[number]
-            geometry = group.geometry
-            last = local_tokens // geometry.chunk_tokens + _leading(flags[number])
+            last = local_tokens // group.geometry.chunk_tokens + _leading(flags[number])
             blocks, _ = _partial(group, session, last, tiers)
-            ends.append(last * geometry.chunk_tokens + blocks * geometry.block_tokens)
+            ends.append(group.end_tokens(last, blocks))
         if not self._windowed:
             return max(local_tokens, aligned(self._geometries, min(ends)))
         # The last token is always computed. vLLM takes a whole prompt and goes back by one token,
@@ -211,9 +197,8 @@ class HitFinder:
         for group in sorted(state.groups, key=lambda group: group.group not in self._full):
             geometry = group.geometry
             pieces = list(pieces_of(geometry, local_tokens, end_tokens))
-            anywhere = FLAG_HOST | FLAG_STORE
             keys = [
-                self.loaded_key(group, session, piece.chunk, piece.end, tiers=anywhere)
+                self.loaded_key(group, session, piece.chunk, piece.end, tiers=ANYWHERE)
                 for piece in pieces
             ]
             there = _leading(_flags(session, keys) & FLAG_HOST)
@@ -252,6 +237,12 @@ def pieces_kept(geometry: Geometry, end_tokens: int) -> list[Piece]:
         return list(pieces_of(geometry, 0, end_tokens))
     blocks = [max(0, end_tokens - 1) // geometry.block_tokens, end_tokens // geometry.block_tokens]
     return [Piece(block - 1, 0, 1) for block in dict.fromkeys(blocks) if block]
+
+
+def keys_and_groups(found: Sequence[tuple[int, bytes]]) -> tuple[list[bytes], list[int]]:
+    """Keys, and the group of each as messages have them: left out where all are of group 0."""
+    groups = [group for group, _ in found]
+    return [key for _, key in found], groups if any(groups) else []
 
 
 def _found(session: SidecarSession, tags: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:

@@ -14,6 +14,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from connector.scheduler.lookup import keys_and_groups
 from connector.scheduler.requests import SentLookup
 from sidecar.protocol import Lookup, Release
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from connector.client import Client, SidecarSession
     from connector.scheduler.lookup import HitFinder
-    from connector.scheduler.requests import RequestState
+    from connector.scheduler.requests import RequestState, Settings
     from connector.scheduler.stats import Stats
     from sidecar.protocol import LookupDone
 
@@ -65,11 +66,11 @@ class PendingLookups:
 
     client: Client
     finder: HitFinder
-    rate: PrefillRate
     stats: Stats
     new_id: Callable[[], int]
-    load_tokens_min: int
+    settings: Settings
     clock: Callable[[], float]
+    rate: PrefillRate = field(default_factory=PrefillRate, init=False)
     lookups: dict[int, RequestState] = field(default_factory=dict[int, "RequestState"], init=False)
     expecting_ids: set[str] = field(default_factory=set[str], init=False)
 
@@ -77,8 +78,6 @@ class PendingLookups:
     def pending(self) -> bool:
         """Whether any request waits."""
         return bool(self.lookups or self.expecting_ids)
-
-    # --- chunks of another engine --------------------------------------------------------------
 
     def expect(self, state: RequestState, session: SidecarSession) -> None:
         """Start to wait for chunks that another engine has stored or is storing."""
@@ -104,37 +103,38 @@ class PendingLookups:
         self.expecting_ids.discard(state.request.request_id)
         return False
 
-    # --- chunks of the object store ------------------------------------------------------------
-
     def ask_store(self, state: RequestState, session: SidecarSession, local_tokens: int) -> None:
-        """Have the sidecar read what the hit lacks and only the store has, if that pays."""
-        if not state.request_params.asks_store:
+        """Have the sidecar read what the hit lacks and only the store has, if that pays.
+
+        Does nothing while a lookup of this session is not answered.
+        """
+        if state.lookup is not None and state.lookup.session is not session:
+            # That sidecar is gone, or has forgotten us.
+            self._ended(state, pinned=False)
+        if state.lookup is not None or not state.request_params.asks_store:
             return
-        if state.asked_session is not session:
-            if state.asked_sessions >= SESSIONS_ASKED_MAX:
-                return
-            state.asked_session = session
-            state.asked_sessions += 1
-        elif state.asked_tokens == local_tokens:
+        asked = state.asked
+        if session.token not in asked and len(asked) >= SESSIONS_ASKED_MAX:
             return
-        state.asked_tokens = local_tokens
+        if asked.get(session.token) == local_tokens:
+            return
+        asked[session.token] = local_tokens
         hit = self.finder.hit(state, session, local_tokens)
         # A read must pay by what it adds to what can be loaded at once.
-        if not hit.wanted or hit.wanted_tokens - hit.end_tokens < self.load_tokens_min:
+        if not hit.wanted or hit.wanted_tokens - hit.end_tokens < self.settings.load_tokens_min:
             return
         lookup_id = self.new_id()
         wait_ms = session.limits.lookup_wait_ms_max
-        groups, keys = [group for group, _ in hit.wanted], [key for _, key in hit.wanted]
+        keys, groups = keys_and_groups(hit.wanted)
         lookup = Lookup(
             session.epoch,
             lookup_id,
             keys,
             wait_ms,
             state.tenant,
-            # A missing state costs everything behind the run without it.
-            hit.wanted_tokens - min(hit.first_wanted_tokens, hit.end_tokens),
+            hit.read_tokens,
             self.rate.tokens_per_second,
-            groups if any(groups) else [],
+            groups,
         )
         if self.client.send(session, lookup):
             self.stats.lookups_sent += 1
@@ -142,19 +142,11 @@ class PendingLookups:
             state.lookup = SentLookup(lookup_id, self.clock() + wait_ms / 1000, session)
             self.lookups[lookup_id] = state
 
-    def drop_other_sessions(self, state: RequestState, session: SidecarSession) -> None:
-        """Forget a lookup of another session: that sidecar is gone, or has forgotten us."""
-        if state.lookup is not None and state.lookup.session is not session:
-            self._forget(state)
-
     def answered(self, message: LookupDone) -> None:
         """Take the sidecar's answer to a lookup."""
         state = self.lookups.get(message.lookup_id)
-        if state is not None and message.ready:
-            self._over(state)
-        elif state is not None:
-            # The sidecar pins nothing for it.
-            self._forget(state)
+        if state is not None:
+            self._ended(state, pinned=message.ready > 0)
 
     def reading(self, state: RequestState) -> bool:
         """Whether a request still waits for its lookup."""
@@ -162,16 +154,14 @@ class PendingLookups:
             return False
         if self.clock() >= state.lookup.deadline:
             self.stats.lookups_expired += 1
-            self._over(state)
+            self._ended(state, pinned=True)
             return False
         return True
-
-    # --- release -------------------------------------------------------------------------------
 
     def finished(self, state: RequestState) -> None:
         """Release everything of a request that ended."""
         self.expecting_ids.discard(state.request.request_id)
-        self._over(state)
+        self._ended(state, pinned=True)
         self.release(state)
 
     def release(self, state: RequestState) -> None:
@@ -184,13 +174,10 @@ class PendingLookups:
         if session is not None and ids:
             self.client.send(session, Release(session.epoch, [], ids))
 
-    def _over(self, state: RequestState) -> None:
-        """Stop waiting, but keep the pins until the load is known."""
+    def _ended(self, state: RequestState, *, pinned: bool) -> None:
+        """Stop waiting. What the sidecar pins for the lookup stays until the load is known."""
         if state.lookup is not None:
-            state.lookups_over.append(state.lookup)
-        self._forget(state)
-
-    def _forget(self, state: RequestState) -> None:
-        if state.lookup is not None:
+            if pinned:
+                state.lookups_over.append(state.lookup)
             self.lookups.pop(state.lookup.lookup_id, None)
             state.lookup = None

@@ -10,7 +10,7 @@ new map of cached blocks: the identity of that map stands for the generation of 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from connector.identity.mamba import State
 
 logger = logging.getLogger("vllm.kvlake")
+
+_Name: TypeAlias = tuple[str, str]
 
 
 class PrefixCache:
@@ -27,42 +29,37 @@ class PrefixCache:
         self._block_pool = block_pool
         self._planned: Any = None
         """The generation in the last step."""
-        self._stale: Any = None
-        """A generation that has blocks from before a reset of the connector."""
-        self._adapters: dict[tuple[str, str], str] = {}
-        """The last identity of each adapter, by name and path."""
-        self._stale_adapters: dict[tuple[str, str], Any] = {}
-        """A generation that has blocks of other files under this name and path."""
+        self._stale: dict[_Name | None, Any] = {}
+        """A generation that has blocks of other files under this name and path, or, for None, from
+        before a reset of the connector."""
+        self._adapters: dict[_Name, str] = {}
+        """The last identity of each adapter."""
 
     @property
     def generation(self) -> Any:
         """VLLM's map of cached blocks, another object after each reset."""
         return self._block_pool.cached_block_hash_to_block
 
-    # --- stale blocks --------------------------------------------------------------------------
-
     def step(self) -> None:
-        """Note that a step is planned."""
-        self._planned = self.generation
+        """Note that a step is planned, and forget what vLLM's last reset of its cache ended."""
+        generation = self._planned = self.generation
+        for name in [name for name, of in self._stale.items() if of is not generation]:
+            del self._stale[name]
 
     def connector_reset(self) -> None:
         """Treat all blocks as stale, unless vLLM has reset its own cache as well."""
         if self.generation is self._planned:
-            self._stale = self.generation
+            self._stale[None] = self.generation
 
     def stale(self, lora: Any) -> bool:
         """Whether a request with this adapter may share stale blocks."""
-        generation = self.generation
-        if generation is not self._stale:
-            self._stale = None
-        if generation is self._stale:
-            return True
-        return lora is not None and self._stale_adapters.get(_name_of(lora)) is generation
+        names = (None,) if lora is None else (None, _name_of(lora))
+        return any(self._stale.get(name) is self.generation for name in names)
 
     def distrust_adapter(self, lora: Any) -> None:
         """Treat the blocks under an adapter's name as stale: they may be of other files."""
         if lora is not None:
-            self._stale_adapters[_name_of(lora)] = self.generation
+            self._stale[_name_of(lora)] = self.generation
 
     def register_adapter(self, lora: Any, identity: str) -> None:
         """Note which adapter a new request has, and compare it with the last one of its name."""
@@ -79,10 +76,6 @@ class PrefixCache:
                 "is reset; use a new path for new weights",
                 *name,
             )
-        elif self._stale_adapters.get(name) is not self.generation:
-            self._stale_adapters.pop(name, None)
-
-    # --- blocks --------------------------------------------------------------------------------
 
     def blocks_at(self, request: Any, end_tokens: int, groups: Sequence[int]) -> Sequence[Any]:
         """The cached block of each group that ends at `end_tokens`; empty if a group lacks it."""
@@ -106,6 +99,6 @@ class PrefixCache:
         ]
 
 
-def _name_of(lora: Any) -> tuple[str, str]:
+def _name_of(lora: Any) -> _Name:
     """Name and path of an adapter, by which vLLM's prefix cache tells adapters apart."""
     return lora.lora_name, lora.lora_path

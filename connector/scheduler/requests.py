@@ -74,6 +74,10 @@ class GroupState:
     next_chunk: int = 0
     """Chunks before this one were considered for storing."""
 
+    def end_tokens(self, chunk: int, blocks: int) -> int:
+        """Where the first `blocks` blocks of a chunk end."""
+        return chunk * self.geometry.chunk_tokens + blocks * self.geometry.block_tokens
+
 
 @dataclass(slots=True)
 class RequestState:
@@ -96,10 +100,8 @@ class RequestState:
     lookup: SentLookup | None = None
     lookups_over: list[SentLookup] = field(default_factory=list[SentLookup])
     """To be released once the load is known."""
-    asked_tokens: int = -1
-    """vLLM's own hit at the last lookup."""
-    asked_session: SidecarSession | None = None
-    asked_sessions: int = 0
+    asked: dict[bytes, int] = field(default_factory=dict[bytes, int])
+    """By the token of a session, vLLM's own hit when its sidecar was last asked to read."""
     from_store_keys: set[bytes] = field(default_factory=set[bytes])
     load: Load | None = None
     load_failed: bool = False
@@ -119,6 +121,11 @@ class RequestState:
     def chain(self) -> KeyChain:
         """Keys of its chunks in the first group, and all of its tokens."""
         return self.groups[0].chain
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of its prompt whose KV does not depend on what is generated."""
+        return max(0, int(self.request.num_prompt_tokens) - self.chain.ahead_tokens)
 
     @property
     def adapter_id(self) -> int:
@@ -157,10 +164,7 @@ class Requests(dict[str, RequestState]):
     """Request id to state, of the requests that are cached."""
 
     def __init__(
-        self,
-        groups: Sequence[CachedGroup],
-        settings: Settings,
-        prefix_cache: PrefixCache,
+        self, groups: Sequence[CachedGroup], settings: Settings, prefix_cache: PrefixCache
     ) -> None:
         super().__init__()
         self.adapters = Adapters(settings.adapters, settings.world_size, self._void_adapter)
@@ -196,7 +200,11 @@ class Requests(dict[str, RequestState]):
                 adapter,
                 self._reader.read(request),
             )
-            self._void_conflicting(state)
+            for other in self.unsent if state.adapter_id else ():
+                # vLLM replaces an adapter at once, so it is unknown which files computed either.
+                if other.adapter_id == state.adapter_id and other.adapter != state.adapter:
+                    self.void(other)
+                    state.void |= other.request.request_id in self
             self._prefix_cache.register_adapter(request.lora_request, adapter.identity)
             self[request.request_id] = state
         state.extend()
@@ -209,10 +217,10 @@ class Requests(dict[str, RequestState]):
             self.ended.append(state)
         return state
 
-    def void_all(self) -> None:
-        """Store nothing more of any present request."""
-        for state in (*self.values(), *self.ended):
-            state.void = True
+    @property
+    def unsent(self) -> list[RequestState]:
+        """Requests of which something may still be stored."""
+        return [*self.values(), *self.ended]
 
     def void(self, state: RequestState) -> None:
         """Store nothing more of a request with an adapter."""
@@ -221,28 +229,13 @@ class Requests(dict[str, RequestState]):
 
     def _void_adapter(self, number: int, files: str) -> None:
         """Void requests with this adapter number and other files: vLLM may have loaded others."""
-        for state in (*self.values(), *self.ended):
+        for state in self.unsent:
             if state.adapter_id == number and state.adapter.files != files:
                 self.void(state)
 
-    def _void_conflicting(self, new: RequestState) -> None:
-        """Void requests with other files for the same adapter number, and with them `new`.
-
-        vLLM replaces an adapter at once, so it is unknown which files computed either request.
-        """
-        if not new.adapter_id:
-            return
-        for state in (*self.values(), *self.ended):
-            if state.adapter_id == new.adapter_id and state.adapter != new.adapter:
-                self.void(state)
-                if state.request.request_id in self:
-                    self.void(new)
-
     def _group_states(self, request: Any, adapter: str) -> list[GroupState]:
-        media = [
-            MediaItem(item.identifier, item.mm_position.offset, item.mm_position.length)
-            for item in request.mm_features
-        ]
+        items = [(item.identifier, item.mm_position) for item in request.mm_features]
+        media = [MediaItem(name, place.offset, place.length) for name, place in items]
         states: list[GroupState] = []
         for number, group in enumerate(self._groups):
             root = root_key(

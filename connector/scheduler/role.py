@@ -23,10 +23,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from connector.events import TierEvents
+from connector.identity.groups import aligned
 from connector.plan import Load, StepPlan, StepReport
 from connector.request_params import EXPECT, PARAMS
 from connector.scheduler.lookup import HitFinder, pieces_of
-from connector.scheduler.pending import PendingLookups, PrefillRate
+from connector.scheduler.pending import PendingLookups
 from connector.scheduler.prefix_cache import PrefixCache
 from connector.scheduler.requests import Requests, RequestState, Settings
 from connector.scheduler.stats import Stats
@@ -73,25 +74,12 @@ class SchedulerRole:
         self.prefix_cache = PrefixCache(block_pool)
         self.requests = Requests(groups, settings, self.prefix_cache)
         self._finder = HitFinder(geometries)
-        self.rate = PrefillRate()
         self.pending = PendingLookups(
-            client,
-            self._finder,
-            self.rate,
-            self.stats,
-            self.new_id,
-            settings.load_tokens_min,
-            clock,
+            client, self._finder, self.stats, self.new_id, settings, clock
         )
-        self.stores = Stores(block_pool, settings.world_size, self.stats, self.new_id, clock=clock)
+        self.stores = Stores(block_pool, settings.world_size, self.stats, self.new_id, clock)
         self.planner = StorePlanner(
-            client,
-            self.requests,
-            self.stores,
-            self.prefix_cache,
-            self.stats,
-            settings,
-            settings.beside_others,
+            client, self.requests, self.stores, self.prefix_cache, self.stats, settings
         )
         self.uncomputed_blocks = UncomputedBlocks(block_pool, len(groups))
         self.plan = StepPlan()
@@ -140,11 +128,9 @@ class SchedulerRole:
         if len(self.loading) >= session.limits.jobs_inflight_max:
             # The sidecar would refuse the message with all jobs of its step.
             return 0
-        self.pending.drop_other_sessions(state, session)
         if self.pending.expecting(state, session, local_tokens):
             return None
-        if state.lookup is None:
-            self.pending.ask_store(state, session, local_tokens)
+        self.pending.ask_store(state, session, local_tokens)
         if state.lookup is not None:
             self._poll()
             if self.pending.reading(state):
@@ -189,7 +175,11 @@ class SchedulerRole:
         reads = self._settings.reads and state.request_params.reads
         if not reads or state.request.skip_reading_prefix_cache:
             return False
-        return self._finder.lacks(state, state.local_tokens) >= self._settings.load_tokens_min
+        if state.local_tokens >= aligned(self._geometries, state.request.num_tokens - 1):
+            # vLLM's own hits cannot end later: the last token is always computed.
+            return False
+        lacking = self._finder.longest(state) - state.local_tokens
+        return lacking >= self._settings.load_tokens_min
 
     def _begins_stale(self, state: RequestState) -> bool:
         """Whether a request continues from stale blocks."""
@@ -283,17 +273,14 @@ class SchedulerRole:
         states: Mapping[str, Sequence[State]] = MappingProxyType({}),
         preempted: Iterable[str] = (),
     ) -> StepPlan:
-        """Jobs of the step being scheduled.
+        """Jobs of a step that computes so many tokens of each `scheduled` request.
 
-        Args:
-            scheduled: request id to the number of tokens that it computes in this step.
-            block_ids_of: all block ids of a scheduled request, in order, of each KV cache group.
-            states: states of recurrent layers that vLLM hands over with this step, by request.
-            preempted: requests that lost their blocks since the last step.
+        `block_ids_of` gives a request's block table of each KV cache group. vLLM hands `states` of
+        recurrent layers over with this step. `preempted` requests lost their blocks since the last.
         """
         self.uncomputed_blocks.step(scheduled, preempted)
         self._poll()
-        self.rate.step(self.clock(), sum(scheduled.values()))
+        self.pending.rate.step(self.clock(), sum(scheduled.values()))
         self.prefix_cache.step()
         self.planner.step(scheduled, block_ids_of, states)
         plan, self.plan = self.plan, StepPlan()
@@ -323,8 +310,7 @@ class SchedulerRole:
         session = self.client.session
         if not state.request_params.hand_over or state.void or session is None:
             return None
-        end_tokens = max(0, request.num_prompt_tokens - self._settings.speculation.ahead_tokens)
-        num_tokens = self._finder.found_tokens(state, session, end_tokens, self.stores.storing)
+        num_tokens = self._finder.found_tokens(state, session, self.stores.keys)
         return {PARAMS: {EXPECT: num_tokens}} if num_tokens else None
 
     def stores_ended(self, report: StepReport) -> None:
@@ -347,7 +333,8 @@ class SchedulerRole:
     def reset(self) -> None:
         """Hide everything cached so far from this engine; what it stored before ages out."""
         self.requests.generation = os.urandom(16)
-        self.requests.void_all()
+        for state in self.requests.unsent:
+            state.void = True
         self.prefix_cache.connector_reset()
         session = self.client.session
         if session is not None:

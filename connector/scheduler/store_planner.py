@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from connector.plan import BLOCK_ID_BYTES_MAX, OVERHEAD_BYTES_MAX, StepReport, Store, batches
-from connector.scheduler.lookup import pieces_kept
+from connector.scheduler.lookup import keys_and_groups, pieces_kept
 from connector.scheduler.stores import Part, Stores
 from sidecar.protocol import FRAME_BYTES_MAX, KEYS_PER_MESSAGE_MAX, Pin
 
@@ -45,12 +45,15 @@ class StorePlanner:
     prefix_cache: PrefixCache
     stats: Stats
     settings: Settings
-    beside_others: bool
+    beside_others: bool = field(init=False)
     """Another connector may load, too."""
     planned: list[tuple[RequestState, Store]] = field(
         default_factory=list["tuple[RequestState, Store]"], init=False
     )
     """Stores that were not sent yet."""
+
+    def __post_init__(self) -> None:
+        self.beside_others = self.settings.beside_others
 
     def take(self) -> list[Store]:
         """The planned stores, to be sent now; those of requests that became void are dropped."""
@@ -59,8 +62,6 @@ class StorePlanner:
         if void:
             self.stores.ended(StepReport(dict.fromkeys(void, self.settings.world_size)))
         return [store for state, store in planned if not state.void]
-
-    # --- a step --------------------------------------------------------------------------------
 
     def step(
         self,
@@ -127,7 +128,7 @@ class StorePlanner:
         # Draft tokens and placeholders are not known yet, so they do not count as computed.
         ahead_tokens = self.settings.speculation.ahead_tokens
         computed = min(request.num_computed_tokens + num_tokens, request.num_tokens - ahead_tokens)
-        prompt_tokens = request.num_prompt_tokens - ahead_tokens
+        prompt_tokens = state.prompt_tokens
         prompt_done = not state.prompt_tail_done and computed >= prompt_tokens
         groups = state.attending
         if not (prompt_done or handed) and all(
@@ -138,20 +139,17 @@ class StorePlanner:
         parts = _state_parts(state.groups, handed)
         # A state is of use to another prompt only with the attention up to it. Behind generated
         # tokens, the end of the request stores that.
-        ends = sorted({part.end_tokens(state.groups) for part in parts})
+        ends = sorted({state.groups[part.group].end_tokens(part.chunk, 1) for part in parts})
         for group in groups:
             parts += _full_parts(group, computed)
-            tails = [_tail_part(group, end) for end in ends if end <= prompt_tokens]
+            tails = [part for end in ends if end <= prompt_tokens for part in _tail(group, end)]
             if prompt_done:
-                tail = _tail_part(group, prompt_tokens)
                 # A later token of the same step may have completed its chunk.
-                if tail is not None and tail.chunk >= group.next_chunk:
-                    tails.append(tail)
-            parts += dict.fromkeys(tail for tail in tails if tail is not None)
+                tail = _tail(group, prompt_tokens)
+                tails += [part for part in tail if part.chunk >= group.next_chunk]
+            parts += dict.fromkeys(tails)
         state.prompt_tail_done |= prompt_done
         self._plan(state, parts, lambda: block_ids_of(request.request_id))
-
-    # --- the end of a request ------------------------------------------------------------------
 
     def finished(
         self, request: Any, state: RequestState, block_ids: Sequence[Sequence[int]]
@@ -169,37 +167,23 @@ class StorePlanner:
         computed = min(computed, state.chain.decided_tokens)
         parts: list[Part] = []
         for group in state.attending:
-            parts += _full_parts(group, computed)
-            tail = _tail_part(group, computed)
-            if tail is not None:
-                parts.append(tail)
+            parts += _full_parts(group, computed) + _tail(group, computed)
         self._plan(state, parts, lambda: block_ids)
 
     def _pin_prompt(self, state: RequestState) -> None:
         """Ask the sidecar to keep in host memory what a hit of the prompt would load."""
         state.extend()
-        keys: list[bytes] = []
-        groups: list[int] = []
-        end_tokens = max(
-            0, state.request.num_prompt_tokens - self.settings.speculation.ahead_tokens
-        )
-        for group in state.groups:
-            for piece in pieces_kept(group.geometry, end_tokens):
-                keys.append(group.chain.key_of(piece.chunk, piece.end))
-                groups.append(group.group)
-        del keys[KEYS_PER_MESSAGE_MAX:], groups[KEYS_PER_MESSAGE_MAX:]
-        if not keys:
+        found = [
+            (group.group, group.chain.key_of(piece.chunk, piece.end))
+            for group in state.groups
+            for piece in pieces_kept(group.geometry, state.prompt_tokens)
+        ]
+        if not found:
             return
-        session = self.client.session
+        keys, groups = keys_and_groups(found[:KEYS_PER_MESSAGE_MAX])
+        session, pin_ms = self.client.session, state.request_params.pin_ms
         sent = session is not None and self.client.send(
-            session,
-            Pin(
-                session.epoch,
-                keys,
-                state.request_params.pin_ms,
-                state.tenant,
-                groups if any(groups) else [],
-            ),
+            session, Pin(session.epoch, keys, pin_ms, state.tenant, groups)
         )
         if not sent:
             self.stats.pins_skipped += len(keys)
@@ -236,13 +220,11 @@ def _full_parts(group: GroupState, computed_tokens: int) -> list[Part]:
     return parts
 
 
-def _tail_part(group: GroupState, num_tokens: int) -> Part | None:
-    """The whole blocks of `num_tokens` behind the last full chunk."""
+def _tail(group: GroupState, num_tokens: int) -> list[Part]:
+    """The whole blocks of `num_tokens` behind the last full chunk, if there are any."""
     chunk, tokens = divmod(num_tokens, group.geometry.chunk_tokens)
     blocks = tokens // group.geometry.block_tokens
-    if not blocks:
-        return None
-    return Part(group.group, chunk, blocks, group.chain.partial(chunk, blocks))
+    return [Part(group.group, chunk, blocks, group.chain.partial(chunk, blocks))] if blocks else []
 
 
 def _state_parts(groups: Sequence[GroupState], states: Sequence[State]) -> list[Part]:

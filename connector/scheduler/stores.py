@@ -8,7 +8,7 @@ reused while it may still be copied. Does not own what is stored (`store_planner
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from connector.plan import Store
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from connector.client import SidecarSession
     from connector.plan import StepReport
-    from connector.scheduler.requests import GroupState, RequestState
+    from connector.scheduler.requests import RequestState
     from connector.scheduler.stats import Stats
 
 BLOCKS_WAIT_SECONDS_MAX: Final = 0.5
@@ -37,11 +37,6 @@ class Part(NamedTuple):
     block_id: int | None = None
     """Of a state, its block; blocks of other parts are in the request's block table."""
 
-    def end_tokens(self, groups: Sequence[GroupState]) -> int:
-        """Where it ends."""
-        geometry = groups[self.group].geometry
-        return self.chunk * geometry.chunk_tokens + self.blocks * geometry.block_tokens
-
 
 @dataclass(slots=True)
 class _OpenStore:
@@ -50,34 +45,23 @@ class _OpenStore:
     ranks_left: int
 
 
+@dataclass(eq=False)
 class Stores:
     """Makes store jobs, and keeps their blocks until they have ended.
 
-    Args:
-        block_pool: vLLM's.
-        world_size: ranks that report each store.
-        new_id: gives the id of the next job.
+    `block_pool` is vLLM's; `world_size` ranks report each store; `new_id` gives the next job's id.
     """
 
-    def __init__(
-        self,
-        block_pool: Any,
-        world_size: int,
-        stats: Stats,
-        new_id: Callable[[], int],
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._world_size = world_size
-        self._stats = stats
-        self._new_id = new_id
-        self.clock = clock
-        self.jobs: dict[int, _OpenStore] = {}
-        self.keys: set[bytes] = set()
-        self._block_pool = block_pool
-        self._distrusted: dict[int, Any] = {}
-        """Block id to the hash of what failed to load into it."""
-        self._blocks_awaited_since: float | None = None
+    block_pool: Any
+    world_size: int
+    stats: Stats
+    new_id: Callable[[], int]
+    clock: Callable[[], float] = time.monotonic
+    jobs: dict[int, _OpenStore] = field(default_factory=dict[int, _OpenStore], init=False)
+    keys: set[bytes] = field(default_factory=set[bytes], init=False)
+    _distrusted: dict[int, Any] = field(default_factory=dict[int, Any], init=False)
+    """Block id to the hash of what failed to load into it."""
+    _blocks_awaited_since: float | None = field(default=None, init=False)
 
     def plan(
         self,
@@ -101,23 +85,21 @@ class Stores:
         if not wanted:
             return None
         if len(self.jobs) >= session.limits.jobs_inflight_max:
-            self._stats.stores_skipped += len(wanted)
+            self.stats.stores_skipped += len(wanted)
             return None
         tables = block_ids()
-        if self._distrusted and self._distrusts(tables):
-            return None
-        chunks = self._chunks(state, wanted, tables)
+        chunks = [] if self._distrusts(tables) else self._chunks(state, wanted, tables)
         if not chunks:
             return None
-        job_id = self._new_id()
+        job_id = self.new_id()
         held_blocks = [
-            self._block_pool.blocks[block_id] for chunk in chunks for block_id in chunk.block_ids
+            self.block_pool.blocks[block_id] for chunk in chunks for block_id in chunk.block_ids
         ]
-        self._block_pool.touch(held_blocks)
+        self.block_pool.touch(held_blocks)
         keys = [chunk.key for chunk in chunks]
         self.keys.update(keys)
-        self.jobs[job_id] = _OpenStore(held_blocks, keys, self._world_size)
-        self._stats.chunks_stored += len(chunks)
+        self.jobs[job_id] = _OpenStore(held_blocks, keys, self.world_size)
+        self.stats.chunks_stored += len(chunks)
         params = state.request_params
         job = StoreJob(job_id, chunks, params.ttl_ms, params.stays)
         return Store(job, state.adapter_id, state.adapter.files)
@@ -130,12 +112,11 @@ class Stores:
         for part in parts:
             group = state.groups[part.group]
             first = part.chunk * group.geometry.blocks_per_chunk
-            if part.block_id is None:
-                ids = list(tables[part.group][first : first + part.blocks])
-            else:
+            ids = list(tables[part.group][first : first + part.blocks])
+            if part.block_id is not None:
                 ids = [part.block_id]
             # vLLM puts its null block in place of blocks that no later token reads.
-            gone = any(self._block_pool.blocks[block_id].is_null for block_id in ids)
+            gone = any(self.block_pool.blocks[block_id].is_null for block_id in ids)
             if len(ids) < part.blocks or gone:
                 continue
             tokens = group.chain.tokens(part.chunk, part.blocks)
@@ -151,16 +132,17 @@ class Stores:
         freed or gets other content.
         """
         for block_id in block_ids:
-            content = self._block_pool.blocks[block_id].block_hash
+            content = self.block_pool.blocks[block_id].block_hash
             if content is not None:
                 self._distrusted[block_id] = content
 
     def _distrusts(self, tables: Sequence[Sequence[int]]) -> bool:
-        blocks = self._block_pool.blocks
+        blocks = self.block_pool.blocks
         for block_id, content in list(self._distrusted.items()):
             if blocks[block_id].block_hash != content:
                 del self._distrusted[block_id]
-        return any(not self._distrusted.keys().isdisjoint(table) for table in tables)
+        distrusted = self._distrusted.keys()
+        return bool(distrusted) and not all(distrusted.isdisjoint(table) for table in tables)
 
     def ended(self, report: StepReport) -> None:
         """Take the stores that ended on ranks; after the last rank, free a job's blocks."""
@@ -174,11 +156,7 @@ class Stores:
                 self._blocks_awaited_since = None
                 self.keys.difference_update(job.keys)
                 # Tail first, as vLLM frees a request: the head of a prefix is more useful.
-                self._block_pool.free_blocks(reversed(job.blocks))
-
-    def storing(self, key: bytes) -> bool:
-        """Whether a chunk has an open store."""
-        return key in self.keys
+                self.block_pool.free_blocks(reversed(job.blocks))
 
     def blocks_coming_back(self) -> bool:
         """Whether to wait for blocks of open stores rather than preempt a request.

@@ -250,7 +250,7 @@ def submodules(package: str) -> list[str]:
 class TestFound:
     def test_by_plugin(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(KVConnectorFactory, "_registry", dict(KVConnectorFactory._registry))  # noqa: SLF001 (of vLLM)
-        KVConnectorFactory._registry.pop(plugin.NAME, None)  # noqa: SLF001 (of vLLM)
+        KVConnectorFactory._registry.pop("KVLakeConnector", None)  # noqa: SLF001 (of vLLM)
         plugin.register()
         plugin.register()
         config = KVTransferConfig(kv_connector="KVLakeConnector", kv_role="kv_both")

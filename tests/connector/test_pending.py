@@ -83,8 +83,8 @@ class TestStoreOnly:
 
     def test_says_how_fast_the_engine_computes(self, engine: Engine) -> None:
         self.demoted(engine, first=2)
-        engine.role.rate.step(engine.clock.now - 1.0, 512)
-        engine.role.rate.step(engine.clock.now, 0)
+        engine.role.pending.rate.step(engine.clock.now - 1.0, 512)
+        engine.role.pending.rate.step(engine.clock.now, 0)
         request = engine.add(request_of("a", PROMPT, max_tokens=1))
         (lookup,) = engine.client.sent_of(Lookup)
         assert lookup.num_tokens == CACHED - 2 * CHUNK_TOKENS

@@ -41,9 +41,9 @@ class CountingRole(WorkerRole):
 
     incomplete = 0
 
-    def _end(self, job_id: int, request_id: str | None, outcome: Outcome) -> None:
+    def _end(self, job: Load | Store, outcome: Outcome) -> None:
         self.incomplete += outcome is not Outcome.OK
-        super()._end(job_id, request_id, outcome)
+        super()._end(job, outcome)
 
 
 class Steps:
