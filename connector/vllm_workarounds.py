@@ -113,32 +113,29 @@ class UncomputedBlocks:
         self._requests.pop(request_id, None)
         self._reached.pop(request_id, None)
 
-    def step(self, scheduled: Mapping[str, int], preempted: Iterable[str]) -> int:
-        """Evict what preempted requests did not compute; returns how many blocks that were.
+    def step(self, scheduled: Mapping[str, int], preempted: Iterable[str]) -> None:
+        """Evict what preempted requests did not compute.
 
         `scheduled` is how many tokens each request computes in this step. `preempted` requests lost
         their blocks, some after they were scheduled.
         """
-        evicted = 0
         for request_id in preempted:
             reached = self._reached.pop(request_id, None)
             if reached is not None:
-                evicted += self._evict_from(self._requests[request_id], reached)
+                self._evict_from(self._requests[request_id], reached)
         for request_id, num_tokens in scheduled.items():
             request = self._requests.get(request_id)
             if request is not None:
                 # vLLM hashes no block of drafts that may be rejected.
                 computed = request.num_computed_tokens + num_tokens
                 self._reached[request_id] = min(computed, request.num_tokens)
-        return evicted
 
-    def _evict_from(self, request: Any, num_tokens: int) -> int:
-        """Evict all blocks with hashes of a request beyond `num_tokens`; returns how many.
+    def _evict_from(self, request: Any, num_tokens: int) -> None:
+        """Evict all blocks with hashes of a request beyond `num_tokens`.
 
         Of two blocks with one hash one may be right; which is not known.
         """
         pool = self._block_pool
-        evicted = 0
         for block_hash in request.block_hashes[num_tokens // pool.hash_block_size :]:
             for group in range(self._num_groups):
                 seen = set[int]()
@@ -148,8 +145,6 @@ class UncomputedBlocks:
                         break
                     seen.add(block_id)
                     pool.evict_blocks({block_id})
-                evicted += len(seen)
-        return evicted
 
 
 # --- MultiConnector ----------------------------------------------------------------------------

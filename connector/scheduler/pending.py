@@ -126,15 +126,9 @@ class PendingLookups:
         lookup_id = self.new_id()
         wait_ms = session.limits.lookup_wait_ms_max
         keys, groups = keys_and_groups(hit.wanted)
+        rate = self.rate.tokens_per_second
         lookup = Lookup(
-            session.epoch,
-            lookup_id,
-            keys,
-            wait_ms,
-            state.tenant,
-            hit.read_tokens,
-            self.rate.tokens_per_second,
-            groups,
+            session.epoch, lookup_id, keys, wait_ms, state.tenant, hit.read_tokens, rate, groups
         )
         if self.client.send(session, lookup):
             self.stats.lookups_sent += 1

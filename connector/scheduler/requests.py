@@ -204,7 +204,8 @@ class Requests(dict[str, RequestState]):
                 # vLLM replaces an adapter at once, so it is unknown which files computed either.
                 if other.adapter_id == state.adapter_id and other.adapter != state.adapter:
                     self.void(other)
-                    state.void |= other.request.request_id in self
+                    if other.request.request_id in self:
+                        self.void(state)
             self._prefix_cache.register_adapter(request.lora_request, adapter.identity)
             self[request.request_id] = state
         state.extend()
@@ -236,14 +237,11 @@ class Requests(dict[str, RequestState]):
     def _group_states(self, request: Any, adapter: str) -> list[GroupState]:
         items = [(item.identifier, item.mm_position) for item in request.mm_features]
         media = [MediaItem(name, place.offset, place.length) for name, place in items]
+        salt, generation = request.cache_salt or "", self.generation
         states: list[GroupState] = []
         for number, group in enumerate(self._groups):
-            root = root_key(
-                group.namespace_digest,
-                salt=request.cache_salt or "",
-                lora=adapter,
-                generation=self.generation,
-            )
+            digest = group.namespace_digest
+            root = root_key(digest, salt=salt, lora=adapter, generation=generation)
             chain = KeyChain(
                 root,
                 group.geometry.chunk_tokens,

@@ -96,15 +96,9 @@ def test_blocks_that_were_not_computed_are_not_hit(
         engine = make(policy="priority", num_blocks=num_blocks, specs=specs, batch_tokens=64)
         engine.scheduler.scheduler_config.long_prefill_token_threshold = 48
         engine.scheduler.adaptive_long_prefill_threshold = False
-        unnamed: list[int] = []
-
-        def step(
-            *args: Any, into: list[int] = unnamed, whole: Any = engine.role.uncomputed_blocks.step
-        ) -> None:
-            into.append(whole(*args))
-
+        evict_blocks = engine.pool.evict_blocks
         with (
-            patch.object(engine.role.uncomputed_blocks, "step", step),
+            patch.object(engine.pool, "evict_blocks", side_effect=evict_blocks) as evicting,
             # Where stores are under way it waits for their blocks rather.
             patch.object(engine.role.stores, "blocks_coming_back", return_value=False),
         ):
@@ -115,7 +109,7 @@ def test_blocks_that_were_not_computed_are_not_hit(
             high = engine.add(request_of("high", other, max_tokens=8))
             engine.finish(high, low)
             engine.settle()
-        evicted += any(unnamed)
+        evicted += evicting.called
         # What the tiers have by now is right, too.
         engine.forget()
         engine.run(request_of("again", PROMPT[:150], max_tokens=4))
