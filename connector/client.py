@@ -98,6 +98,7 @@ def connect(paths: tuple[str, ...]) -> socket.socket:
     One path was configured and is trusted. Several are the defaults, and a socket in /tmp, where
     any user may make one, must be root's or our own.
     """
+    last = paths[-1]
     for path in paths:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         connection.settimeout(REPLY_SECONDS_MAX)
@@ -109,7 +110,7 @@ def connect(paths: tuple[str, ...]) -> socket.socket:
                     raise PermissionError(errno.EPERM, f"it belongs to uid {owner}", path)
         except OSError:
             connection.close()
-            if path == paths[-1]:
+            if path == last:
                 raise
         else:
             return connection

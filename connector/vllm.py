@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -118,7 +118,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
                 )
                 self._notify_uncached(self._engine.reason, self._engine.refusal)
         elif role == KVConnectorRole.SCHEDULER:
-            transfer = vllm_config.kv_transfer_config
+            transfer: Any = vllm_config.kv_transfer_config
             outer = multi_connector_transfer()
             self._beside_others = outer is not None
             # Both before vLLM goes on: it reads the policy that this sets.
@@ -258,7 +258,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Begin to serve. vLLM calls this once its scheduler is made, before any request."""
-        engine, vllm_config = self._engine, self._vllm_config
+        engine, vllm_config = self._engine, cast("Any", self._vllm_config)
         if engine.refusal:
             return
         events = vllm_config.kv_events_config

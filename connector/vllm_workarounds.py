@@ -71,7 +71,7 @@ from inspect import currentframe
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 
     from connector.identity.adapters import LoadedAdapters
 
@@ -206,7 +206,7 @@ def watch_adapter_loads(adapters: LoadedAdapters) -> None:
     from vllm.lora.worker_manager import WorkerLoRAManager
 
     @contextmanager
-    def loading(listener: LoadedAdapters, _manager: Any, lora: Any) -> Iterator[None]:
+    def loading(listener: LoadedAdapters, _manager: Any, lora: Any) -> Generator[None, None, None]:
         before = listener.begin(lora)
         yield
         listener.note(lora, before)
@@ -295,7 +295,7 @@ def unwatch_weights(listener: Any) -> None:
 
 
 @contextmanager
-def _changing(listener: Any, *_args: Any, **_kwargs: Any) -> Iterator[None]:
+def _changing(listener: Any, *_args: Any, **_kwargs: Any) -> Generator[None, None, None]:
     """Tells it before a call, and after it however it ended: it may have changed a part."""
     listener.weights_changed()
     try:
