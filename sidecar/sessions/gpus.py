@@ -97,6 +97,7 @@ class Gpus:
             device.close()
             raise
         self._devices[uuid] = device
+        found = device.calibration
         _logger.info(
             "GPU ready",
             extra=fields(

@@ -12,7 +12,7 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from connector.export import ExportedMemory, ExportRefused, GroupTensors, MemfdAllocation, export
-from tests.mappings import flags_of, sizes_of
+from tests.mappings import flags_of
 from tests.offsets import offset_of
 from tiers.errors import LayoutError
 from tiers.kv.layout import Segment
