@@ -106,7 +106,7 @@ class Executor:
         self.indexes = IndexUpdater(
             index_moved, lambda realm: self._start(self.indexes.grow, realm)
         )
-        self._store_failed = store_failed or (lambda _: None)
+        self._store_failed = store_failed or _ignore
         self._verifying = anyio.CapacityLimiter(VERIFY_THREADS)
         self._reader = (
             None if store is None else SegmentReader(store, self._verifying, self._store_failed)
@@ -253,3 +253,7 @@ class Executor:
             _logger.warning("quarantine failed", extra=fields(object=name, error=error))
         else:
             _logger.warning("object quarantined", extra=fields(object=name))
+
+
+def _ignore(_: Exception) -> None:
+    pass

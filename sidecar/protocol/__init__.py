@@ -36,10 +36,76 @@ counted; every job of a `Submit` gets exactly one outcome in a `Done`, unless th
 first; nothing is pickled; a frame over `FRAME_BYTES_MAX` is refused before it is decoded.
 """
 
-# ruff: noqa: F403 (the public names of these modules are the protocol)
+# ruff: noqa: I001 (isort would give each re-exported name a statement of its own)
 
 from __future__ import annotations
 
-from sidecar.protocol.attaching import *
-from sidecar.protocol.codec import *
-from sidecar.protocol.messages import *
+from sidecar.protocol.attaching import (
+    Attach as Attach,
+    AttachReply as AttachReply,
+    Attached as Attached,
+    DECLINED_CHARS_MAX as DECLINED_CHARS_MAX,
+    DECLINE_REASONS as DECLINE_REASONS,
+    Declined as Declined,
+    FDS_PER_ATTACH_MAX as FDS_PER_ATTACH_MAX,
+    FirstMessage as FirstMessage,
+    Group as Group,
+    IndexMoved as IndexMoved,
+    KIND_CUDA_IPC as KIND_CUDA_IPC,
+    KIND_CUDA_VMM as KIND_CUDA_VMM,
+    KIND_MEMFD as KIND_MEMFD,
+    Limits as Limits,
+    MEMORY_FDS as MEMORY_FDS,
+    MODEL_CHARACTERS_MAX as MODEL_CHARACTERS_MAX,
+    Memory as Memory,
+    NAMESPACE_BYTES_MAX as NAMESPACE_BYTES_MAX,
+    PROTOCOL_VERSION as PROTOCOL_VERSION,
+    Refused as Refused,
+    Role as Role,
+    TOKEN_BYTES as TOKEN_BYTES,
+    sockets_of as sockets_of,
+)
+from sidecar.protocol.codec import (
+    ProtocolError as ProtocolError,
+    decode_attach_reply as decode_attach_reply,
+    decode_client as decode_client,
+    decode_first as decode_first,
+    decode_server as decode_server,
+    encode as encode,
+    frame_stream as frame_stream,
+    stream_length as stream_length,
+)
+from sidecar.protocol.messages import (
+    ClientMessage as ClientMessage,
+    Done as Done,
+    EVENT_NAME_BYTES as EVENT_NAME_BYTES,
+    Error as Error,
+    Events as Events,
+    FRAME_BYTES_MAX as FRAME_BYTES_MAX,
+    GROUPS_MAX as GROUPS_MAX,
+    HITS_OWNER as HITS_OWNER,
+    JOBS_PER_MESSAGE_MAX as JOBS_PER_MESSAGE_MAX,
+    JobOutcome as JobOutcome,
+    KEYS_PER_MESSAGE_MAX as KEYS_PER_MESSAGE_MAX,
+    KEY_BYTES as KEY_BYTES,
+    Lease as Lease,
+    LoadChunk as LoadChunk,
+    LoadJob as LoadJob,
+    Lookup as Lookup,
+    LookupDone as LookupDone,
+    Outcome as Outcome,
+    PIN_MS_MAX as PIN_MS_MAX,
+    Pin as Pin,
+    Release as Release,
+    RemovedEvent as RemovedEvent,
+    ServerMessage as ServerMessage,
+    StoreChunk as StoreChunk,
+    StoreJob as StoreJob,
+    StoredEvent as StoredEvent,
+    Submit as Submit,
+    TENANT_BYTES as TENANT_BYTES,
+    TIERS_OWNER as TIERS_OWNER,
+    TTL_MS_MAX as TTL_MS_MAX,
+    tenant_id as tenant_id,
+    tiers_owner as tiers_owner,
+)
