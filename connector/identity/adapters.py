@@ -29,7 +29,7 @@ logger = logging.getLogger("vllm.kvlake")
 
 REMEDY: Final = "give other weights another path and another lora_int_id, or load them in place"
 UNKNOWN: Final = "unknown"
-"""Of files that changed while vLLM read them."""
+"""The digest of files that changed while vLLM read them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ class ParallelLayout:
     stages: int
     tensors: int
     num_layers: int
-    """Of the whole model, as vLLM divides them into stages."""
+    """Layers of the whole model, as vLLM divides them into stages."""
 
     @property
     def is_even(self) -> bool:

@@ -1,7 +1,7 @@
 """What both roles must agree on about their engine: its groups, their namespaces, how it attaches.
 
-Read once from vLLM's configuration. Of an engine that is refused (`identity/eligibility.py`), only
-`refusal`, `reason` and what is set before them is there.
+Read once from vLLM's configuration. If the engine is refused (`identity/eligibility.py`), only
+`refusal`, `reason` and what is set before them exist.
 """
 
 from __future__ import annotations

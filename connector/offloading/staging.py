@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from connector.worker import WorkerRole
 
 Rows = npt.NDArray[np.uint8]
-"""Of shape [rows, bytes]."""
+"""Shape: [rows, bytes]."""
 
 BLOCK_TOKENS: Final = 1
 """vLLM does not say which tokens are in a row, so to the sidecar a row is a block of one token."""

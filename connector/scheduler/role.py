@@ -273,7 +273,7 @@ class SchedulerRole:
         states: Mapping[str, Sequence[State]] = MappingProxyType({}),
         preempted: Iterable[str] = (),
     ) -> StepPlan:
-        """Jobs of a step that computes so many tokens of each `scheduled` request.
+        """Jobs of a step that computes this many tokens of each `scheduled` request.
 
         `block_ids_of` gives a request's block table of each KV cache group. vLLM hands `states` of
         recurrent layers over with this step. `preempted` requests lost their blocks since the last.

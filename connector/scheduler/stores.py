@@ -35,7 +35,7 @@ class Part(NamedTuple):
     blocks: int
     key: bytes
     block_id: int | None = None
-    """Of a state, its block; blocks of other parts are in the request's block table."""
+    """The block of a state; blocks of other parts are in the request's block table."""
 
 
 @dataclass(slots=True)

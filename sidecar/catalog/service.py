@@ -58,7 +58,7 @@ class Catalogs:
         self._flush_seconds = flush_seconds
         self._logs: dict[bytes, LogWriter] = {}
         self._infos: dict[bytes, NamespaceInfo] = {}
-        """Of namespaces with rows, what is still to be written."""
+        """What is still to be written of namespaces with rows."""
         self._readers: dict[int, CatalogReader] = {}
         self._usage: dict[bytes, _NamespaceUsage] = {}
         self._closing: set[bytes] = set()
@@ -110,7 +110,7 @@ class Catalogs:
         return written_at
 
     async def flush(self) -> None:
-        """Write what waits. Raises the tier's errors; the rest then stays."""
+        """Write queued rows. Raises the tier's errors; the rest then stays queued."""
         try:
             for log in list(self._logs.values()):
                 await log.flush()
@@ -273,11 +273,11 @@ class _NamespaceUsage:
 
     @property
     def total(self) -> Usage:
-        """Of all tenants."""
+        """Usage of all tenants."""
         return self.manifest.held.plus(self._others.total).plus(self.own.total)
 
     def of(self, tenant: bytes) -> Usage:
-        """Of one tenant."""
+        """Usage of one tenant."""
         named = self.manifest.tenants.get(tenant.hex(), NO_USAGE)
         others = self._others.tenants.get(tenant, NO_USAGE)
         return named.plus(others).plus(self.own.of(tenant))

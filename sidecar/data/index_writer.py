@@ -59,7 +59,7 @@ class IndexUpdater:
         # realm_id -> set when the growth that runs has ended.
         self._growing: dict[int, anyio.Event] = {}
         self.growing_bytes = 0
-        """Of larger indexes that are being filled."""
+        """Bytes of larger indexes that are being filled."""
 
     def set(self, realm: RealmLayout, command: IndexSet) -> None:
         """Set the flags of one chunk."""

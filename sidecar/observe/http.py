@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 BODY_BYTES_MAX: Final = 4096
-"""Of a request. No route reads one."""
+"""Body of a request. No route reads one."""
 LINE_BYTES_MAX: Final = 4096
-"""Of the request line and of each header; aiohttp takes at most 128 headers."""
+"""Length of the request line and of each header; aiohttp takes at most 128 headers."""
 SHUTDOWN_SECONDS_MAX: Final = 1.0
 CONNECTIONS_MAX: Final = 64
 CONNECTION_SECONDS_MAX: Final = 30.0

@@ -1,6 +1,6 @@
 """Realm eviction: which realms make room for a client's new ones, and removing them everywhere.
 
-A realm that a session uses stays. Of the others the cheapest goes first, and among equals the one
+A realm that a session uses stays. The cheapest of the others goes first, and among equals the one
 that was not used for longest: one that holds nothing; one whose chunks only the catalog knows,
 where they are found again; one with chunks in host memory, which are evicted, the fewest bytes
 first; one whose chunks wait to be written, likewise. So a client that attaches with one new

@@ -129,7 +129,7 @@ class SnapshotWriter:
             await self.flush()
 
     async def flush(self) -> list[str]:
-        """Write what waits. Returns the names of all files."""
+        """Write queued rows. Returns the names of all files."""
         rows, self._rows = self._rows, []
         for part in await anyio.to_thread.run_sync(lambda: cut(joined(rows), SNAPSHOT_ROWS)):
             name = ""

@@ -41,7 +41,7 @@ class _Record(msgspec.Struct, frozen=True):
     seconds: float
     """How long it holds without being renewed."""
     token: str = ""
-    """Of the process that made it."""
+    """Identifies the process that made it."""
 
 
 _UNKNOWN: Final = _Record("somebody", LEASE_SECONDS_MAX)

@@ -184,7 +184,7 @@ class CatalogReader:
 
     @property
     def generation(self) -> int:
-        """Of its manifest; -1 before the first."""
+        """Generation of its manifest; -1 before the first."""
         return self.manifest.generation
 
     async def changes(self) -> AsyncGenerator[Rows]:

@@ -116,7 +116,7 @@ class RetentionRules(RetentionLimits):
     """The limits of a namespace, and within it those of its tenants."""
 
     tenant: RetentionLimits = field(default_factory=RetentionLimits)
-    """Of each tenant that is not in `named`."""
+    """Limits of each tenant that is not in `named`."""
     named: Mapping[bytes, RetentionLimits] = field(default_factory=dict[bytes, RetentionLimits])
     """By tenant: b"" or zeros for requests without a cache salt."""
 

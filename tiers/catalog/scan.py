@@ -42,7 +42,7 @@ FRESH_ROWS_MAX: Final = 1_000_000
 PASS_ROWS_MAX: Final = 1_000_000
 """Rows of logs that `all_rows` has at a time: 100 MB, and as much again while they are merged."""
 ROW_BYTES_MIN: Final = 96
-"""Of a row in a file: its columns of a fixed width."""
+"""A row in a file: its columns of a fixed width."""
 READS_MAX: Final = 8
 GAP_SECONDS: Final = 60.0
 """A file that is missing before one of this age is lost; before a younger one it may still come."""
@@ -86,7 +86,7 @@ class CatalogState:
 
     @property
     def next_generation(self) -> int:
-        """Of the next manifest: above all that are there, damaged ones too."""
+        """Number of the next manifest: above all existing ones, damaged ones too."""
         return max(self.contents.manifests, default=self.manifest.generation) + 1
 
 

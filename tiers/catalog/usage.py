@@ -213,7 +213,7 @@ class UsageTable:
 
     @property
     def total(self) -> Usage:
-        """Of all tenants."""
+        """Usage of all tenants."""
         cells = self._sums.cells
         if not len(cells):
             return NO_USAGE
@@ -296,7 +296,7 @@ class LogUsage:
 
     A manifest counts whole files of a log up to a number. So rows are summed by the file that they
     went into, and those that wait for the next file together. A row counts from `add` until
-    `merged` names its file. Of more than `LOG_SUMS_MAX` sums the two oldest become one, which
+    `merged` names its file. Beyond `LOG_SUMS_MAX` sums the two oldest become one, which
     counts until the later of their files is merged: too much for a while, never too little.
     """
 
@@ -348,9 +348,9 @@ class LogUsage:
 
     @property
     def total(self) -> Usage:
-        """Of all tenants together."""
+        """Usage of all tenants together."""
         return sum_of(one.total for one in self.sums)
 
     def of(self, tenant: bytes) -> Usage:
-        """Of one tenant, as rows name it."""
+        """Usage of one tenant, as rows name it."""
         return sum_of(one.tenants.get(tenant, NO_USAGE) for one in self.sums)

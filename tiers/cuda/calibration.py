@@ -74,7 +74,7 @@ class CalibrationResult:
 
 
 class Calibration:
-    """Of one device, whose context is current. Raises `CudaFailed` if the device itself fails."""
+    """For one device, whose context is current. Raises `CudaFailed` if the device itself fails."""
 
     def __init__(self, driver: Driver, streams: dict[str, CopyStream]) -> None:
         self._driver = driver

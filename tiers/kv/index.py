@@ -182,7 +182,7 @@ class _Columns:
 
 
 class IndexWriter:
-    """The writing end, for one thread. Of `capacity_entries` so many fit before `needs_growth`.
+    """The writing end, for one thread. `capacity_entries` entries fit before `needs_growth`.
 
     The number is rounded up to five eighths of a power of two. Raises `LayoutError` if it is out of
     range, and `OSError` if the kernel has no memory for the mapping (ENOSPC, ENOMEM).

@@ -5,8 +5,8 @@ and keeping mappings out of core dumps. Does not own contents.
 
 Invariant: a descriptor that passed `check_sealed` can be mapped and accessed over its whole checked
 length as long as the mapping lasts. Accessing a page beyond the end of a truncated file is a
-SIGBUS, which ends the process: one client could end the sidecar of all. The kernel enforces a seal,
-whoever holds the descriptor.
+SIGBUS, which ends the process: one client could end the sidecar of all. The kernel enforces a seal
+for every holder of the descriptor.
 """
 
 from __future__ import annotations

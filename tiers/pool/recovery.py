@@ -40,7 +40,7 @@ class FoundImage:
     offset: int
     namespace_digest: bytes
     geometry: ChunkLayout
-    """Of one block: an image does not contain its chunk size."""
+    """Layout of one block: an image does not contain its chunk size."""
     num_blocks: int
     key: bytes
     parent: bytes

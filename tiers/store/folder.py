@@ -57,7 +57,7 @@ THREADS_MAX: Final = 4
 """Enough to keep a disk busy. More only compete with engines for cores."""
 MAKE_FOLDER_ATTEMPTS_MAX: Final = 8
 DIRECT_ALIGNMENT: Final = 4096
-"""Of memory, offsets and lengths: at least any device's block."""
+"""Alignment of memory, offsets and lengths: at least any device's block."""
 DIRECT_BYTES_MIN: Final = 256 * 1024
 """Below it, waiting for the device costs more than copying."""
 
