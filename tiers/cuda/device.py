@@ -128,20 +128,29 @@ class Device:
         self.bind()
         call, enum, size_bytes = self.driver.call, self.driver.enum, layout.size_bytes
         kind = enum("CUmemAllocationHandleType", "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR")
-        with contextlib.ExitStack() as unmap:
-            handle = call("cuMemImportFromShareableHandle", fd, kind)
-            unmap.callback(call, "cuMemRelease", handle)
+        handle = call("cuMemImportFromShareableHandle", fd, kind)
+        undo: list[tuple[Any, ...]] = [("cuMemRelease", handle)]
+
+        def unmap() -> None:
+            # No exit stack: that would free the addresses also if the memory was not unmapped.
+            while undo:
+                call(*undo.pop())
+
+        try:
             address = int(call("cuMemAddressReserve", size_bytes, 0, 0, 0))
-            unmap.callback(call, "cuMemAddressFree", address, size_bytes)
+            undo.append(("cuMemAddressFree", address, size_bytes))
             # The driver refuses to map more than the allocation has.
             call("cuMemMap", address, size_bytes, 0, handle, 0)
-            unmap.callback(call, "cuMemUnmap", address, size_bytes)
+            undo.append(("cuMemUnmap", address, size_bytes))
             access = self.driver.make("CUmemAccessDesc")
             access.location.type = enum("CUmemLocationType", "CU_MEM_LOCATION_TYPE_DEVICE")
             access.location.id = self.ordinal
             access.flags = enum("CUmemAccess_flags", "CU_MEM_ACCESS_FLAGS_PROT_READWRITE")
             call("cuMemSetAccess", address, size_bytes, [access], 1)
-            return DeviceMemory(self, address, layout, pins, unmap.pop_all().close)
+            return DeviceMemory(self, address, layout, pins, unmap)
+        except BaseException:
+            unmap()
+            raise
 
     def close(self) -> None:
         """Release everything. No memory may be mapped any more. Raises `CudaFailed`."""
