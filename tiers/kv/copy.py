@@ -171,7 +171,7 @@ class _PagePlan:
 
     def gather(self, memory: Bytes, block_ids: BlockIds, payload: Bytes, visit: Visit) -> None:
         source, target = self._tables(memory, payload)
-        for rows, pages, piece in self._pieces(block_ids, payload):
+        for rows, pages, piece in self._pieces(block_ids, payload, visit):
             # In its default mode take() buffers `out`, to leave it unchanged on a bad index. The
             # ids were checked, so nothing is clipped.
             np.take(source, pages, axis=0, out=target[rows], mode="clip")
@@ -179,17 +179,17 @@ class _PagePlan:
 
     def scatter(self, memory: Bytes, block_ids: BlockIds, payload: Bytes, visit: Visit) -> None:
         target, source = self._tables(memory, payload)
-        for rows, pages, piece in self._pieces(block_ids, payload):
+        for rows, pages, piece in self._pieces(block_ids, payload, visit):
             target[pages] = source[rows]
             visit(piece)
 
     def _pieces(
-        self, block_ids: BlockIds, payload: Bytes
+        self, block_ids: BlockIds, payload: Bytes, visit: Visit
     ) -> Iterator[tuple[slice, npt.NDArray[np.int64], memoryview]]:
         """Rows of the payload's table, their pages, and their bytes in the payload."""
         pages = (block_ids[:, np.newaxis] * self._block_pages + self._pattern).ravel()
         page = self._page_bytes
-        step = max(1, PIECE_BYTES_MAX // page)
+        step = len(pages) if visit is ignore else max(1, PIECE_BYTES_MAX // page)
         for first in range(0, len(pages), step):
             rows = slice(first, first + step)
             yield rows, pages[rows], payload.data[first * page : (first + step) * page]
