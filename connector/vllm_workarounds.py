@@ -93,7 +93,7 @@ def _callers() -> Iterator[Mapping[str, Any]]:
 
 
 class UncomputedBlocks:
-    """How far each request was scheduled, and which cached blocks lie behind that.
+    """How far each request was scheduled, and which cached blocks lie beyond that.
 
     `block_pool` is vLLM's, which has `num_groups` KV cache groups.
     """

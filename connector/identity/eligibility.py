@@ -1,8 +1,8 @@
-"""Which engines are cached. Each function returns why something is not, or an empty string.
+"""Which engines may use the cache. Each function returns why one may not, or an empty string.
 
 An engine that cannot be cached safely serves without the cache, and vLLM's log gives the reason in
-one line. Each role decides for itself, from vLLM's configuration alone. A worker that is shown more
-of it than the scheduler reports its reason with its first step.
+one line. Each role decides for itself, from vLLM's configuration alone. vLLM shows a
+worker more of it: if only the worker finds a reason, it reports that with its first step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 SINCE_VLLM_0_33: Final = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
-_VARIANT_FROM_A_PREFIX: Final = ("FLASHINFER", "TRITON_MLA")
+_VARIANT_AFTER_A_PREFIX_HIT: Final = ("FLASHINFER", "TRITON_MLA")
 """Backends with which vLLM turns its prefix caching off if it is to be batch invariant."""
 
 
@@ -218,11 +218,11 @@ def _batch_invariance_unsupported_reason(vllm_config: Any) -> str:
         return ""
     backend = getattr(vllm_config.attention_config.backend, "name", "")
     caching = vllm_config.cache_config.enable_prefix_caching
-    if backend in _VARIANT_FROM_A_PREFIX or not (backend or caching):
+    if backend in _VARIANT_AFTER_A_PREFIX_HIT or not (backend or caching):
         # vLLM does not say which backend "auto" chose, but that backend turned caching off.
         return (
             "with VLLM_BATCH_INVARIANT=1 vLLM continues from no cached prefix if the backend is "
-            f"{' or '.join(_VARIANT_FROM_A_PREFIX)}, or prefix caching is off; name another "
+            f"{' or '.join(_VARIANT_AFTER_A_PREFIX_HIT)}, or prefix caching is off; name another "
             "backend with --attention-backend"
         )
     return ""

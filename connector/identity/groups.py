@@ -33,7 +33,7 @@ class Attention:
     local: int = 0
     """Tokens of an attention chunk, which a query reads up to its own; 0: no chunks."""
     recurrent: bool = False
-    """It reads its last state only. A block holds the state behind its last token."""
+    """It reads its last state only. A block holds the state after its last token."""
 
     @property
     def full(self) -> bool:
@@ -72,7 +72,7 @@ class Geometry:
         return self.chunk_tokens // self.block_tokens
 
     def first_block(self, num_tokens: int) -> int:
-        """The first block that is still read behind `num_tokens`."""
+        """The first block that is still read after `num_tokens`."""
         return int(self.first_blocks(np.array(num_tokens)))
 
     def first_blocks(self, num_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -64,7 +64,7 @@ class KeyChain:
     beside: InitVar[KeyChain | None] = None
     """A chain of the same tokens, which keeps them for both; see `follow`."""
     ahead_tokens: int = 0
-    """How many tokens behind a chunk its KV depends on."""
+    """How many tokens after a chunk its KV depends on."""
     keys: list[bytes] = field(default_factory=list[bytes], init=False)
     """Keys of the full chunks, first to last. Do not change the list."""
     token_bytes: bytearray = field(default_factory=bytearray, init=False)

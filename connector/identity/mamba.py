@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 ALIGNED: Final = "align"
-"""The mode in which a block holds the state behind its last token."""
+"""The mode in which a block holds the state after its last token."""
 State: TypeAlias = tuple[int, int, int]
 """A state that vLLM reports: KV cache group, block id, number of tokens before it."""
 

@@ -1,11 +1,11 @@
 """Speculative decoding and the KV cache: which drafters are supported, and what they change.
 
 Rejected drafts need no care here: a token counts as computed once it is accepted, and the slots of
-rejected ones are written again before anything behind them. What matters is a drafter with layers
+rejected ones are written again before anything after them. What matters is a drafter with layers
 of its own in the engine's KV cache groups:
 
 * the drafter is part of the namespace;
-* a drafter that reads the token behind a position (EAGLE, MTP) makes the KV of a block depend on
+* a drafter that reads the token after a position (EAGLE, MTP) makes the KV of a block depend on
   that token, so the key of a chunk covers it (`keys.py`). vLLM drops the last block of a hit for
   the same reason;
 * a step that is too long for the drafter does not write its layers, so nothing of it is stored.
@@ -34,7 +34,7 @@ class Speculation:
     """How an engine drafts tokens."""
 
     ahead_tokens: int = 0
-    """Tokens behind a position that its KV depends on."""
+    """Tokens after a position that its KV depends on."""
     drafter: dict[str, Any] = field(default_factory=dict[str, Any])
     """The identity of a drafter with layers in the KV cache, for the namespace."""
     sequence_tokens_max: int = 0

@@ -26,7 +26,7 @@ ANYWHERE: Final = FLAG_HOST | FLAG_STORE
 
 
 class Hit(NamedTuple):
-    """The external run behind vLLM's own hit, as the index shows it now."""
+    """The external run after vLLM's own hit, as the index shows it now."""
 
     end_tokens: int
     """Where the run in host memory ends."""
@@ -35,7 +35,7 @@ class Hit(NamedTuple):
     wanted: Sequence[tuple[int, bytes]] = ()
     """Group and key of what it lacks in host memory for that, in order."""
     read_tokens: int = 0
-    """Tokens that only a read of these brings: a missing state costs everything behind it."""
+    """Tokens that only a read of these brings: a missing state costs everything after it."""
 
 
 class HitFinder:
@@ -50,7 +50,7 @@ class HitFinder:
         self.main_group = self._full[0] if self._full else 0
 
     def hit(self, state: RequestState, session: SidecarSession, local_tokens: int) -> Hit:
-        """The run that can be loaded behind `local_tokens`, and how the store extends it."""
+        """The run that can be loaded after `local_tokens`, and how the store extends it."""
         found = [
             _found(session, _tags(group, session)[local_tokens // group.geometry.chunk_tokens :])
             for group in state.groups
@@ -75,7 +75,7 @@ class HitFinder:
             pieces = pieces_kept(geometry, end_tokens)
             if geometry.attention.recurrent:
                 # The next request has this prompt, or continues it, so a prompt of whole blocks
-                # needs no state behind its last one.
+                # needs no state after its last one.
                 del pieces[1:]
                 if pieces:
                     ends = min(ends, (pieces[0].chunk + 1) * geometry.chunk_tokens)
@@ -167,7 +167,7 @@ class HitFinder:
         """Which blocks of a group can be loaded, from the one at `local_tokens` on.
 
         A chunk that is not held whole may be held in part: where the run ends, or, if no group
-        attends fully, behind the last chunk that is held.
+        attends fully, after the last chunk that is held.
         """
         geometry = group.geometry
         per_chunk = geometry.blocks_per_chunk

@@ -94,7 +94,7 @@ class RequestState:
     begins_tokens: int = 0
     """The same, until the step that starts from it is planned."""
     known_tokens: int = 0
-    """The same with our load behind it. What vLLM counts beyond is another connector's load."""
+    """The same, and the end of our load. What vLLM counts beyond is another connector's load."""
     scheduled_tokens: int = 0
     """Since its blocks were last allocated."""
     lookup: SentLookup | None = None

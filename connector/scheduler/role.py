@@ -190,7 +190,7 @@ class SchedulerRole:
     def allocated(
         self, request: Any, block_ids: Callable[[], Sequence[Sequence[int]]], external_tokens: int
     ) -> None:
-        """Plan the load of `external_tokens` behind vLLM's own hit into the request's new blocks.
+        """Plan the load of `external_tokens` after vLLM's own hit into the request's new blocks.
 
         `block_ids` gives the request's block table of each KV cache group.
         """

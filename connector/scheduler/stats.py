@@ -1,4 +1,7 @@
-"""Counters of the scheduler role. `connector/metrics.py` exports them as `vllm:kvlake_*_total`."""
+"""Counters of the scheduler role. `connector/metrics.py` exports them as `vllm:kvlake_*_total`.
+
+`role.py` counts hits, misses and loads, `pending.py` lookups, `stores.py` stores.
+"""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ def _full_parts(group: GroupState, computed_tokens: int) -> list[Part]:
 
 
 def _tail(group: GroupState, num_tokens: int) -> list[Part]:
-    """The whole blocks of `num_tokens` behind the last full chunk, if there are any."""
+    """The whole blocks of `num_tokens` after the last full chunk, if there are any."""
     chunk, tokens = divmod(num_tokens, group.geometry.chunk_tokens)
     blocks = tokens // group.geometry.block_tokens
     return [Part(group.group, chunk, blocks, group.chain.partial(chunk, blocks))] if blocks else []
@@ -233,7 +233,7 @@ def _state_parts(groups: Sequence[GroupState], states: Sequence[State]) -> list[
     for number, block_id, num_tokens in states:
         chain = groups[number].chain
         blocks, rest = divmod(num_tokens, groups[number].geometry.block_tokens)
-        # A state within a block is behind no chunk, and keys of later tokens are not known yet.
+        # A state within a block follows no chunk, and keys of later tokens are not known yet.
         if rest == 0 and 0 < blocks <= len(chain.keys):
             parts.append(Part(number, blocks - 1, 1, chain.keys[blocks - 1], block_id))
     return parts

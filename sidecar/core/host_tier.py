@@ -5,12 +5,15 @@ they hold), the orders of eviction, and zombies: slots of detached chunks on whi
 write still runs. Does not decide what to store, read or write. `EvictionOrders` is the only place
 where the core calls a policy (`tiers/policy/`).
 
-Invariants: a slot is freed only when nothing runs on it; the allocated slots are those of segments,
-zombies and `RestoredSlots`; a tenant is charged for exactly the slots of its chunks; a slot is
-sealed in the pool while its segment is HOST, or it is unclaimed; a chunk is in the orders of
-eviction while one of its segments is HOST (otherwise a chunk whose other ranks never arrive could
-not be evicted), it is in the directory, and no request pins it; an expired chunk cannot be found,
-whatever pins it.
+Invariants:
+
+* A slot is freed only when nothing runs on it. The allocated slots are those of segments, zombies
+  and `RestoredSlots`.
+* A tenant is charged for exactly the slots of its chunks.
+* A slot is sealed in the pool while its segment is HOST, or it is unclaimed.
+* A chunk is in the orders of eviction while one of its segments is HOST (otherwise a chunk whose
+  other ranks never arrive could not be evicted), it is in the directory, and no request pins it.
+* An expired chunk cannot be found, even if it is pinned.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
 VICTIMS_SCANNED_MAX: Final = 1024
 """Entries of the eviction order that one search examines."""
 EVICTIONS_PER_SLOT_MAX: Final = 64
-"""Chunks of other slot classes that are evicted for one slot, until a slab is empty."""
+"""Bound of each loop that makes room for one slot."""
 
 
 _Moment = tuple[int, bool, RestoredSlot]

@@ -64,7 +64,7 @@ RESHARDED_CHUNKS_MAX: Final = 4
 REREADS_MAX: Final = 2
 TOKEN_BYTES: Final = 4
 SLACK_BYTES: Final = 2 * PAGE_BYTES
-"""An image in blocks of another size has as large a payload, and other numbers in its header."""
+"""An image with blocks of another size has an equal payload and may have a longer header."""
 
 _logger = logging.getLogger("kvlake.executor")
 

@@ -49,7 +49,7 @@ class QueryError(ValueError):
 
 
 class ChunkQuery(NamedTuple):
-    """Which chunks of one namespace: at most `limit`, behind the place `after`."""
+    """Which chunks of one namespace: at most `limit`, after the position `after`."""
 
     namespace: str
     key: str = ""

@@ -1,6 +1,6 @@
 """Copies in one direction on one device: the stream, copies in flight, and their submission.
 
-Owns a stream at the lowest priority, the events behind its batches, and pacing: at most
+Owns a stream at the lowest priority, the events after its batches, and pacing: at most
 `inflight_bytes_max` bytes are queued at any time, so that a decode step's own small copies wait
 behind little, and an abandoned load ends soon. `calibration.py` decides between batches (one call
 for many descriptors, copied in any order), plain copies, and 2D copies (one call for each plane).
@@ -209,7 +209,7 @@ class CopyStream:
         self._when(lambda: self._through >= number, lambda: number, seconds_max=seconds_max)
 
     def mark(self, event: Any) -> None:
-        """Record `event` behind everything submitted so far."""
+        """Record `event` after everything submitted so far."""
         self._bind()
         check("cuEventRecord", self._record(int(event), self._handle))
 

@@ -61,7 +61,7 @@ _WORD_BYTES: Final = 8
 _SLOT_WORDS: Final = 3
 _BUCKET_SLOTS: Final = 8
 _HEADER_CLOSED: Final = 3
-"""The word behind magic, version and number of slots: not zero once the writer has closed."""
+"""The word after magic, version and number of slots: not zero once the writer has closed."""
 
 # With entries inserted and removed, both buckets were full in none of 2 million insertions at a
 # load of 1/2, in 1 of 28,000 at 5/8 and in 1 of 120 at 3/4 (131,072 buckets).

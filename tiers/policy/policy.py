@@ -1,8 +1,8 @@
 """What every eviction policy offers.
 
-A policy orders the chunks of the host tier and names victims. It owns only that order: the engine
-owns the chunks, knows which are pinned or busy, and decides what is evicted. Policies do no I/O and
-know no time: they see only the order of the calls.
+A policy orders the chunks of the host tier and names victims. It owns only that order:
+`sidecar/core/host_tier.py` knows which chunks are pinned or busy, and decides what is evicted.
+Policies do no I/O and know no time: they see only the order of the calls.
 
 Invariants: `victims` names exactly the keys that were added and not removed, each once; it changes
 nothing.

@@ -119,7 +119,7 @@ def _started_ticks(pid: int) -> int:
     """Start time of a live process (field 22 of /proc/PID/stat), 0 for a dead one."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
-        # Field 2 is the command in brackets, with anything in it; count from behind it.
+        # Field 2 is the command in brackets, with anything in it; count from after it.
         after = stat[stat.rindex(b")") + 2 :].split()
         return 0 if after[0] in (b"Z", b"X") else int(after[19])
     except (OSError, ValueError, IndexError):
