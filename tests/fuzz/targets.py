@@ -161,7 +161,7 @@ def reply_frames() -> list[bytes]:
 
 def attach_frames() -> list[bytes]:
     """The first frames of workers, large ones too, of a scheduler, and of one without the cache."""
-    wide = _worker(Segment(0, 4, 0, 1000), 10_000, (0, 2**25, 2**26, 2**27), 3, 30_000)
+    wide = _worker(Segment(0, 4, 0, 1000), 4_000, (0, 2**25, 2**26, 2**27), 3, 12_000)
     deep = _worker(Segment(0, 1, 0, 1), 16, (0,), 1 << 20, 1 << 30)
     tiny = _worker(Segment(0, 1, 0, 1), 1, (0,), 8, 8)
     return [protocol.encode(message) for message in (WORKER, SCHEDULER, DECLINED, wide, deep, tiny)]
