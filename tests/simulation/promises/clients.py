@@ -91,8 +91,8 @@ CLIENTS = (
     Mutation(
         "tenants share keys",
         "Requests._group_states",
-        'salt=request.cache_salt or "",',
-        "",
+        'salt, generation = request.cache_salt or "", self.generation',
+        'salt, generation = "", self.generation',
     ),
     # What requests ask for.
     Mutation(

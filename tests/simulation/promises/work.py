@@ -31,8 +31,8 @@ WORK = (
     Mutation(
         "a worker gives blocks back without revoking",
         "WorkerRole._expire",
-        "if fence.try_revoke(below):",
-        "if True:",
+        "if fence.try_revoke(below)}",
+        "if True}",
         ("sidecar stopped in the middle of a copy",),
     ),
     Mutation(
@@ -46,19 +46,19 @@ WORK = (
     Mutation(
         "blocks of a store never come back",
         "Stores.ended",
-        "self._block_pool.free_blocks(reversed(job.blocks))",
+        "self.block_pool.free_blocks(reversed(job.blocks))",
         "pass",
     ),
     Mutation(
         "blocks of a store are not kept",
         "Stores.plan",
-        "self._block_pool.touch(held_blocks)",
+        "self.block_pool.touch(held_blocks)",
         "[setattr(block, 'ref_cnt', block.ref_cnt + 1) for block in held_blocks[1:]]",
     ),
     Mutation(
         "an abort leaks what its request had asked for",
         "PendingLookups.finished",
-        "self._over(state)",
+        "self._ended(state, pinned=True)",
         "pass",
         ("abort", "store slow", "another cluster writes"),
         seed=24,
@@ -66,7 +66,7 @@ WORK = (
     Mutation(
         "a load that failed is taken for good",
         "WorkerRole._end",
-        "results.failed.add(request_id)",
+        "results.failed.add(job.request_id)",
         "pass",
         seed=3,
     ),
