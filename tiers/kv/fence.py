@@ -125,7 +125,7 @@ class SidecarFence:
         self._fd = fd
         try:
             self._map = mmap.mmap(fd, PAGE_BYTES, prot=mmap.PROT_READ)
-        except OSError:
+        except (OSError, ValueError):  # ValueError: the page is too short.
             os.close(fd)
             raise
         self._words = np.frombuffer(self._map, dtype=np.uint64)
