@@ -257,6 +257,16 @@ def test_the_sidecar_cannot_write_the_page(worker: WorkerFence) -> None:
         fence._words[0] = 1  # noqa: SLF001 (what is tested is that it cannot be written)
 
 
+@pytest.mark.parametrize("size_bytes", [0, 1, PAGE_BYTES - 1])
+def test_a_page_that_is_too_small_is_refused_and_its_descriptor_closed(size_bytes: int) -> None:
+    fd = os.memfd_create("kvlake-test")
+    os.ftruncate(fd, size_bytes)
+    with pytest.raises(ValueError, match="mmap length is greater than file size"):
+        SidecarFence(fd)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
 def test_a_descriptor_that_cannot_be_mapped_is_refused_and_closed(tmp_path: Path) -> None:
     path = tmp_path / "write-only"
     path.write_bytes(bytes(PAGE_BYTES))
