@@ -9,10 +9,11 @@ Two processes run the tests (`make test`), a file at a time: the dearest first, 
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -76,6 +77,17 @@ def dearest_first(items: list[pytest.Item]) -> None:
     items.sort(key=seconds, reverse=True)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep the collector of garbage away from what is imported to find the tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what runs nightly; where two processes share the others, order them."""
     if not config.getoption("--nightly"):
@@ -119,6 +131,18 @@ def pytest_terminal_summary(
 def anyio_backend() -> str:
     """The sidecar runs on asyncio (pyzmq and fsspec do), so its tests do too."""
     return "asyncio"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collected() -> Iterator[None]:
+    """What a module leaves is collected at its end; what it imported is looked at once.
+
+    torch and vLLM make a million objects. A third of the time of these processes went into
+    looking through them again and again.
+    """
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

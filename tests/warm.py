@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import inspect
 import multiprocessing
@@ -266,6 +267,9 @@ def _run(
     libraries: list[str],
 ) -> None:
     os.setsid()
+    # A collection would look at all that the server has imported, and copy its pages.
+    gc.freeze()
+    gc.enable()
     os.environ.clear()
     for name, value in environment.items():
         os.environ[name] = _received(value)

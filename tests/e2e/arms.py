@@ -19,6 +19,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from sidecar.demo.engine import dtype
 from sidecar.demo.model import WORDS
 from tests.e2e.waiting import until
 from tests.releases import has_vllm
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 
 BLOCK_TOKENS: Final = 32
 CHUNK_TOKENS: Final = 256
-KV_BYTES_PER_TOKEN: Final = 6 * 4 * 64 * 2 * 2
-"""Layers × heads × head size × K and V × bytes of bfloat16, of the fixture `model`."""
+KV_BYTES_PER_TOKEN: Final = 6 * 4 * 64 * 2 * (4 if dtype() == "float32" else 2)
+"""Layers × heads × head size × K and V × bytes of a number, of the fixture `model`."""
 GENERATED_TOKENS: Final = 8
 CLOSE: Final = 0.25
 """Log probabilities that only rounding tells apart are nearer than this on average, and none of

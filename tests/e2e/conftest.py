@@ -50,7 +50,7 @@ def warm_processes(warm_sidecars: None) -> None:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A small llama: 6 KiB of KV per token, four KV heads, so that two ranks can share them."""
+    """A small llama: 6 KiB of KV per token in bfloat16, four KV heads, so that two ranks share."""
     folder = tmp_path_factory.mktemp("model")
     return str(write_model(folder, layers=6, hidden=256, heads=4, kv_heads=4))
 

@@ -21,6 +21,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import IO, TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
+from sidecar.demo.engine import dtype
 from tests import places
 
 if TYPE_CHECKING:
@@ -607,7 +608,7 @@ async def _serve(spec: EngineSpec, answers: IO[str]) -> None:
         }
     arguments: dict[str, Any] = {
         "model": spec.model,
-        "dtype": "bfloat16",
+        "dtype": dtype(),
         "block_size": 32,
         "max_model_len": 8192,
         "max_num_batched_tokens": 8192,
