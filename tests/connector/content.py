@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -25,12 +27,13 @@ def content_of(
     tokens: Iterable[int], salt: str, weights: int, rank: int, group: int = 0
 ) -> list[Slot]:
     """What KV of each token is: a function of all tokens up to it, who asks, and the layers."""
-    hasher = hashlib.blake2b(f"{salt}/{weights}/{rank}/{group}".encode(), digest_size=8)
-    slots: list[Slot] = []
-    for token in tokens:
-        hasher.update(token.to_bytes(4, "little"))
-        slots.append(hasher.digest())
-    return slots
+    nothing = f"{salt}/{weights}/{rank}/{group}".encode()
+    return list(itertools.accumulate(tokens, _content_after, initial=nothing))[1:]
+
+
+@functools.lru_cache(1 << 18)
+def _content_after(before: Slot, token: int) -> Slot:
+    return hashlib.blake2b(before + token.to_bytes(4, "little"), digest_size=8).digest()
 
 
 def first_read(spec: Any, position: int) -> int:

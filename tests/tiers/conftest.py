@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
+import botocore.session
 import pytest
 
 from tests.faulty_proxy import FaultyProxy, faulty_proxy
@@ -11,9 +13,18 @@ from tests.object_servers import place
 from tiers.store.object_tier import UrlObjects
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Iterator
 
     from tests.harness.servers import S3Server
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _botocore_reads_its_descriptions_once() -> Iterator[None]:
+    """Sessions share what they read of AWS's services: 20 ms of JSON for each of hundreds."""
+    with pytest.MonkeyPatch.context() as patch:
+        create = functools.cache(botocore.session.create_loader)
+        patch.setattr(botocore.session, "create_loader", create)
+        yield
 
 
 @pytest.fixture
