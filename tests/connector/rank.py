@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
@@ -85,7 +86,9 @@ class Rank:
         attempt = self._attempt()
         assert isinstance(attempt.context, WorkerFence)
         self.client.attach(session_of(context=attempt.context))
-        return SidecarFence(os.dup(attempt.fds[1]))
+        fence = SidecarFence(os.dup(attempt.fds[1]))
+        weakref.finalize(self, fence.close)
+        return fence
 
     def load_adapters(self, loras: Iterable[Any], loras_max: int) -> None:
         """Load those that are not in memory, or are to be replaced, as vLLM's manager does it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -272,6 +273,18 @@ def test_every_stage_has_a_name_of_its_own(tmp_path: Path, monkeypatch: pytest.M
     assert len(set(names)) == len(names)
     assert "e2e-native-hits" in names
     assert "e2e-kill-matrix" not in names, "it is run whole, by victim"
+
+
+def test_other_releases_are_tested_by_files_that_exist() -> None:
+    """With one that does not, pytest collects none of the others either."""
+    command = ["make", "--dry-run", "test-release", "RELEASE=0.31.0"]
+    told = subprocess.run(
+        command, cwd=records.REPOSITORY, capture_output=True, check=True, text=True
+    ).stdout
+    (line,) = [line for line in told.splitlines() if " -m pytest " in line]
+    paths = re.findall(r"\btests/\S+", line)
+    assert len(paths) > 5
+    assert [path for path in paths if not (records.REPOSITORY / path).exists()] == []
 
 
 def test_the_files_are_those_that_pytest_names(
