@@ -222,10 +222,9 @@ class TestWhoShares:
         """As vLLM 0.31 can be told."""
         (tmp_path / "adapter_model.bin").write_bytes(b"1" * 100)
         lora = LoRARequest("a", 1, str(tmp_path))
-        streamed = SimpleNamespace(
-            **{name: getattr(lora, name) for name in lora.__struct_fields__},
-            tensorizer_config_dict={"tensorizer_dir": "s3://bucket/a"},
-        )
+        fields = {name: getattr(lora, name) for name in lora.__struct_fields__}
+        fields["tensorizer_config_dict"] = {"tensorizer_dir": "s3://bucket/a"}
+        streamed = SimpleNamespace(**fields)
         request = request_of("a", PROMPT)
         request.lora_request = streamed
         engine.role.new_request(request)
