@@ -335,8 +335,8 @@ class Server:
         while True:
             begun = time.monotonic()
             self.dispatcher.feed(Tick())
-            leases, lookups = self.dispatcher.engine.timed
-            if leases or lookups:
+            lookups = len(self.dispatcher.engine.lookups)
+            if lookups or len(self.dispatcher.engine.leases):
                 seconds = TICK_SECONDS_WAITED_FOR if lookups else TICK_SECONDS
                 took = time.monotonic() - begun
                 await anyio.sleep(max(seconds, took * TICK_REST))

@@ -88,14 +88,14 @@ async def read(directory: Path, chunks: int) -> Report:
         async with probe.running():
             first = await _timed(reading.refresh)
         grown = rss_bytes() - before
-        known = reading.engine.snapshot().chunks_in_store
+        known = reading.engine.directory.chunks_in_store
         if known != chunks or len(world.realm.index) != chunks:
             raise RuntimeError(f"{known} of {chunks} chunks were read")
         quiet = await _timed(reading.refresh)
         await world.announce(NEWS)
         async with (later := LagProbe()).running():
             news = await _timed(reading.refresh)
-        if reading.engine.snapshot().chunks_in_store != chunks + NEWS:
+        if reading.engine.directory.chunks_in_store != chunks + NEWS:
             raise RuntimeError("a refresh lost some news")
     stored, index = reading.directory.stored, world.realm.index
     return {

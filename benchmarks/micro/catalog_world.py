@@ -33,7 +33,7 @@ from tiers.catalog.names import catalog_folder, manifest_name, namespace_prefix,
 from tiers.catalog.rows import Rows, digest_of, encode
 from tiers.catalog.usage import Usage
 from tiers.kv.layout import ChunkLayout, Segment
-from tiers.policy import make
+from tiers.policy import POLICIES
 from tiers.store.object_tier import UrlObjects
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class Reading:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.engine = Engine(NoSlots(), make("lru"), LIMITS, epoch=1)
+        self.engine = Engine(NoSlots(), POLICIES["lru"](), LIMITS, epoch=1)
         self.engine.handle(
             SessionOpened(
                 1, Role.SCHEDULER, "engine", 0, 1, (OpenedGroup(world.realm.realm_id, None),)

@@ -24,7 +24,7 @@ from sidecar.core.outbox import EngineLimits, WritePolicy
 from sidecar.core.stored_table import ListedRow
 from sidecar.protocol import Role
 from tests.sidecar.catalog_rows import listed_rows
-from tiers.policy import make
+from tiers.policy import POLICIES
 
 if TYPE_CHECKING:
     from tiers.kv.layout import ChunkLayout
@@ -131,14 +131,14 @@ def measure_times(chunks: int, keys: int, rounds: int) -> dict[str, float]:
     """Listings through the engine, then lookups of present and absent keys in the directory."""
     generator = random.Random(1)
     present = keys_of(generator, chunks)
-    engine = Engine(NoSlots(), make("lru"), LIMITS, epoch=1)
+    engine = Engine(NoSlots(), POLICIES["lru"](), LIMITS, epoch=1)
     engine.handle(SessionOpened(1, Role.SCHEDULER, "engine", 0, 1, (OpenedGroup(0, None),)), 0.0)
     listing = [ListedRow(key, 1, 5, withdrawn=False) for key in present]
     started = time.perf_counter()
     commands = engine.handle(Listed(0, listed_rows(listing)), 0.0)
     first_seconds = time.perf_counter() - started
     told = sum(len(one.keys) for one in commands if isinstance(one, IndexOffer))
-    if told != chunks or engine.snapshot().chunks_in_store != chunks:
+    if told != chunks or engine.directory.chunks_in_store != chunks:
         raise RuntimeError("the directory lost a chunk, or made one up")
     listing[0] = ListedRow(present[0], 1, 5, withdrawn=True)
     started = time.perf_counter()

@@ -30,7 +30,7 @@ from sidecar.protocol import Role
 from tests.harness.sidecars import SidecarProcess
 from tiers.kv.layout import ChunkLayout, Segment
 from tiers.kv.slot_image import SlotTemplates
-from tiers.policy import make
+from tiers.policy import POLICIES
 from tiers.pool.host_pool import HostPool
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def adopt(pool: HostPool, restored: tuple[RestoredSlot, ...]) -> int:
         flush_at_end=False,
         store_reads=False,
     )
-    engine = Engine(slots, make("lru"), limits, epoch=1)
+    engine = Engine(slots, POLICIES["lru"](), limits, epoch=1)
     engine.handle(Restored(restored), 0.0)
     opened = SessionOpened(1, Role.WORKER, "engine", 0, 1, (OpenedGroup(0, LAYOUT, DIGEST),))
     return sum(type(one).__name__ == "IndexSet" for one in engine.handle(opened, 0.0))

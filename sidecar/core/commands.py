@@ -1,7 +1,7 @@
-"""Records of the engine: events, commands, counters, and its status.
+"""Records of the engine: events, commands, counters, and the work that has not ended.
 
-`Engine.handle(event, now)` returns commands. The dispatcher turns messages into events; the
-executor carries commands out, and turns their results into events. These are only records.
+The dispatcher turns messages into events; the executor carries commands out, and turns their
+results into events.
 
 Ids: `session_id` counts attachments in this epoch, `realm_id` counts (namespace, parallel layout)
 pairs, `copy_id`, `write_id` and `read_id` count commands. A slot is named by its byte offset in the
@@ -11,22 +11,16 @@ pool's mapping. A tenant is named as in the messages (`protocol.tenant_id`).
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
+from sidecar.core.retention import FOR_EVER, Retention
 from sidecar.core.stored_table import Keys, ListedRows
-from sidecar.protocol import ClientMessage, Role, ServerMessage
+from sidecar.protocol import ClientMessage, Outcome, Role, ServerMessage
 from tiers.kv.layout import ChunkLayout, Segment
-
-if TYPE_CHECKING:
-    from sidecar.core.tenants import TenantSnapshot
-
-
-# --- events ------------------------------------------------------------------------------------
 
 
 class OpenedGroup(msgspec.Struct, frozen=True):
@@ -86,10 +80,7 @@ class RestoredSlot(msgspec.Struct, frozen=True):
     tenant: bytes
     sealed: int
     used: int
-    expires_at: float = math.inf
-    """On the engine's clock."""
-    stays: bool = False
-    """Its chunk is not written to the store."""
+    retention: Retention = FOR_EVER
 
 
 class Restored(msgspec.Struct, frozen=True):
@@ -111,22 +102,12 @@ class Received(msgspec.Struct, frozen=True):
     message: ClientMessage
 
 
-class CopyOutcome(enum.Enum):
-    """How a gather or scatter ended. The names are those of `protocol.Outcome`."""
-
-    OK = "ok"
-    CORRUPT = "corrupt"
-    REVOKED = "revoked"
-    EXPIRED = "expired"
-    """It had not started by its deadline."""
-    FAILED = "failed"
-
-
 class Copied(msgspec.Struct, frozen=True):
     """A `Gather` or `Scatter` ended; its slot and blocks are not used any more."""
 
     copy_id: int
-    outcome: CopyOutcome
+    outcome: Outcome
+    """OK, CORRUPT, REVOKED, EXPIRED (it had not started by its deadline) or FAILED."""
     detail: str = ""
 
 
@@ -218,8 +199,6 @@ Event = (
     | Resumed
     | Draining
 )
-
-# --- commands ----------------------------------------------------------------------------------
 
 
 class BlockCopy(msgspec.Struct, frozen=True):
@@ -340,8 +319,6 @@ Command = (
     Gather | Scatter | Write | Read | Quarantine | Withdraw | Resume | Reply | IndexSet | IndexOffer
 )
 
-# --- status ------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, slots=True)
 class PendingWork:
@@ -359,33 +336,6 @@ class PendingWork:
         return self == PendingWork(0, 0, 0, 0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class RealmSnapshot:
-    """The status of one realm."""
-
-    realm_id: int
-    sessions: int
-    chunks_in_host: int
-    chunks_in_store: int
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSnapshot:
-    """The status of the engine."""
-
-    chunks_in_host: int
-    chunks_in_store: int
-    slots_unclaimed: int
-    unclaimed_bytes: int
-    leases: int
-    lookups: int
-    write_queue_bytes: int
-    pending: PendingWork
-    draining: bool
-    realms: tuple[RealmSnapshot, ...]
-    tenants: tuple[TenantSnapshot, ...]
-
-
 class ForgettingCost(NamedTuple):
     """What is lost with some realms; those with the lowest cost are forgotten first."""
 
@@ -399,10 +349,7 @@ class ForgettingCost(NamedTuple):
 
 @dataclass(slots=True)
 class Counters:
-    """Counters of the engine, for the metrics. They never decrease.
-
-    `observe/metric_table.py` says what each of them counts.
-    """
+    """They never decrease; `observe/metric_table.py` says what each of them counts."""
 
     chunks_stored: int = 0
     chunks_loaded: int = 0

@@ -15,14 +15,14 @@ are a count beside the states, never a state.
 from __future__ import annotations
 
 import enum
-import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from sidecar.core.stored_table import StoredChunks, distinct
+from sidecar.core.retention import FOR_EVER, Retention
+from sidecar.core.stored_table import Masks, StoredChunks, StoredColumns, distinct
 from tiers.kv.reshard import cover
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from sidecar.core.stored_table import Masks, StoredColumns
     from tiers.kv.layout import ChunkLayout, Segment
 
     Flags = npt.NDArray[np.bool_]
@@ -127,9 +126,7 @@ class Chunk:
     pins: int = 0
     request_pins: int = 0
     """Sessions that asked to keep it. While there are any, it is in no order of eviction."""
-    expires_at: float = math.inf
-    stays: bool = False
-    """It is not written to the store."""
+    retention: Retention = FOR_EVER
     hosted: int = 0
     """Ranks whose segment is HOST."""
     detached: bool = False
@@ -302,6 +299,16 @@ class Directory:
         )
         # (realm_id, key) -> realm, and flags and chunk before this event.
         self._touched: dict[tuple[int, bytes], tuple[Realm, tuple[bool, bool], Chunk | None]] = {}
+
+    @property
+    def chunks_in_host(self) -> int:
+        """Chunks of all realms that can be loaded from host memory."""
+        return sum(realm.hosted_chunks for realm in self.realms.values())
+
+    @property
+    def chunks_in_store(self) -> int:
+        """Chunks of all realms that can be read from the store."""
+        return sum(realm.stored_chunks for realm in self.realms.values())
 
     def open_realm(self, realm_id: int, world_size: int) -> Realm:
         """The realm, created on first use."""

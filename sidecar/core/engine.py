@@ -15,17 +15,14 @@ answer), then copies, reads and writes, then messages.
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING, Final
 
-from sidecar.core.breaker import Breaker
 from sidecar.core.commands import (
     CaughtUp,
     Command,
     Copied,
     Counters,
     Draining,
-    EngineSnapshot,
     Event,
     ForgetRealms,
     ForgettingCost,
@@ -34,7 +31,6 @@ from sidecar.core.commands import (
     Listed,
     PendingWork,
     ReadDone,
-    RealmSnapshot,
     Received,
     Reply,
     Restored,
@@ -65,24 +61,16 @@ if TYPE_CHECKING:
     from sidecar.core.restored import SlotAllocator
     from sidecar.core.stored_table import Keys
     from sidecar.protocol import ClientMessage
-    from tiers.policy.policy import Policy
+    from tiers.policy import Policy
 
 CHUNKS_FORGOTTEN_MAX: Final = 64
 """Chunks that one `ForgetRealms` evicts. Each takes about 20 microseconds of the event loop."""
 
 
-def _always(*_: object) -> bool:
-    return True
-
-
-def _ignore(*_: object) -> None:
-    pass
-
-
 class Engine:
     """Decides. Give it every event, carry out every command, and report how each one ended.
 
-    Its parts are public so that tests can check what holds between them.
+    Its parts are public: the status reads them, and tests check what holds between them.
 
     `admit_write` says whether a tenant may have this many bytes and objects more in the store, in
     the namespace of a realm; `room_to_write`, whether that namespace may. `notify` takes every
@@ -98,10 +86,10 @@ class Engine:
         *,
         epoch: int,
         tenants: Tenants | None = None,
-        admit_write: Callable[[int, bytes, int, int], bool] = _always,
-        room_to_write: Callable[[int, int, int], bool] = _always,
-        notify: Callable[[list[FlagChange]], None] = _ignore,
-        notify_listed: Callable[[Realm, Keys], None] = _ignore,
+        admit_write: Callable[[int, bytes, int, int], bool] = lambda *_: True,
+        room_to_write: Callable[[int, int, int], bool] = lambda *_: True,
+        notify: Callable[[list[FlagChange]], None] = lambda _: None,
+        notify_listed: Callable[[Realm, Keys], None] = lambda *_: None,
     ) -> None:
         self.counters = Counters()
         self.limits = limits
@@ -120,9 +108,9 @@ class Engine:
         parts = CoreParts(epoch, limits, directory, host, self.counters, tenants, shares, emit)
         self.pins = Pins(self.directory, self.shares.pinned)
         self.store = StoreView(parts)
-        self.breakers = {name: Breaker(limits.breaker) for name in ("read", "write")}
-        self.writes = Writes(parts, self.store, self.breakers["write"], admit_write, room_to_write)
-        self.reads = Reads(parts, self.store, self.breakers["read"])
+        self.writes = Writes(parts, self.store, admit_write, room_to_write)
+        self.reads = Reads(parts, self.store)
+        self.breakers = {"read": self.reads.breaker, "write": self.writes.breaker}
         self.lookups = Lookups(parts, self.reads, self.pins)
         self.leases = Leases(self.pins, self.shares, ttl_seconds_max=limits.lease_ttl_seconds_max)
         self.request_pins = RequestPins(parts, self.pins)
@@ -181,7 +169,7 @@ class Engine:
                 self._outbox.resuming = self.reads.resuming = False
                 self._adopt()
             case Draining():
-                self.draining = True
+                self.draining = self.jobs.draining = True
                 self.request_pins.drain()
                 self.lookups.drain()
                 self.writes.drain(flush=self.limits.flush_at_end)
@@ -275,6 +263,7 @@ class Engine:
         self.sessions[event.session_id] = event
 
     def _realms_of(self, session: SessionOpened) -> list[Realm]:
+        """By the number of the KV cache group."""
         return [self.directory.realms[group.realm_id] for group in session.groups]
 
     def _handle_session(self, event: Received | SessionClosed, now: float) -> None:
@@ -319,10 +308,8 @@ class Engine:
         # Loads first: a store may evict what a load of the same step needs.
         for load in message.loads:
             self._job_ended(self.jobs.load(session, realms, message.fence, load))
-        accept = not self.draining
         for store in message.stores:
-            job = self.jobs.store(session, realms, message.fence, store, now, accept=accept)
-            self._job_ended(job)
+            self._job_ended(self.jobs.store(session, realms, message.fence, store, now))
 
     def _job_ended(self, job: Job | None) -> None:
         if job is None:
@@ -404,8 +391,6 @@ class Engine:
             self.store.forget_realm(realm.realm_id)
             self.leases.forget_realm(realm.realm_id)
 
-    # --- status --------------------------------------------------------------------------------
-
     def clear(self) -> list[Command]:
         """Evict every chunk that is not pinned and not in use: after a drain, all of them."""
         self.host.clear()
@@ -426,32 +411,4 @@ class Engine:
             writes_pending=sum(len(one.ranks) for one in self.writes.pending.values()),
             reads_running=len(self.reads.running()),
             reads_queued=len(self.reads.queue),
-        )
-
-    @property
-    def timed(self) -> tuple[int, bool]:
-        """The number of leases, and whether there is a lookup. Both end with time."""
-        return len(self.leases), any(True for _ in self.lookups)
-
-    def snapshot(self) -> EngineSnapshot:
-        """The status."""
-        realms = self.directory.realms.values()
-        sessions = Counter(session.realm_id for session in self.sessions.values())
-        return EngineSnapshot(
-            chunks_in_host=sum(realm.hosted_chunks for realm in realms),
-            chunks_in_store=sum(realm.stored_chunks for realm in realms),
-            slots_unclaimed=len(self.host.restored_slots),
-            unclaimed_bytes=self.host.restored_slots.num_bytes,
-            leases=len(self.leases),
-            lookups=sum(1 for _ in self.lookups),
-            write_queue_bytes=self.writes.pending_bytes,
-            pending=self.pending_work(),
-            draining=self.draining,
-            realms=tuple(
-                RealmSnapshot(
-                    one.realm_id, sessions[one.realm_id], one.hosted_chunks, one.stored_chunks
-                )
-                for one in realms
-            ),
-            tenants=self.tenants.snapshot(),
         )

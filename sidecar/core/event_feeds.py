@@ -19,14 +19,13 @@ import itertools
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from sidecar.core.commands import Command, Reply
-from sidecar.core.stored_table import key_list
+from sidecar.core.stored_table import Keys, key_list
 from sidecar.protocol import EVENT_NAME_BYTES, Events, RemovedEvent, StoredEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from sidecar.core.directory import Chunk, FlagChange, Realm
-    from sidecar.core.stored_table import Keys
 
 EVENTS_PER_MESSAGE_MAX: Final = 8192
 UNREAD_MAX: Final = 64
@@ -130,11 +129,9 @@ class EventFeed:
         self._sent += 1
         self._emit(Reply(self._session_id, Events(self._epoch, stored, removed, anew)))
 
-    # --- the current state ---------------------------------------------------------------------
-
     def _slices(self) -> Iterator[_EventLists]:
         """Everything in slices; each is the state at the moment when it is made."""
-        for number, realm in list(self._realms.values()):
+        for _, realm in list(self._realms.values()):
             if realm.readable:
                 for names in _batches(realm.stored.names()):
                     if self._listed_left <= 0:
@@ -143,7 +140,7 @@ class EventFeed:
                     for name, _ in names:
                         # The mask that came with the name may be from some slices ago.
                         if realm.obtainable(name) == realm.full_mask:
-                            self._add_listed(events, number, realm, name)
+                            self._add(events, realm, name, None, 1, there=True)
                     yield events
             # After the names, so that what is known of a chunk in both tiers counts.
             for keys in _batches(iter(list(realm.chunks))):
@@ -179,16 +176,11 @@ class EventFeed:
             removed.append(RemovedEvent(key, _TIERS[tier], number))
         elif chunk is not None and tokens:
             stored.append(StoredEvent(key, chunk.parent, tokens, _TIERS[tier], number))
-        elif tier == 1:
-            self._add_listed(events, number, realm, key)
-
-    def _add_listed(self, events: _EventLists, number: int, realm: Realm, key: bytes) -> None:
-        """Add a chunk that the catalog named, without parent and length: as long as possible."""
-        layout = realm.layouts[0]
-        if layout is not None and self._listed_left > 0:
+        elif tier == 1 and layout is not None and self._listed_left > 0:
+            # Only the catalog named it, without parent and length: as long as possible.
             self._listed_left -= 1
             tokens = layout.blocks_per_chunk * layout.block_tokens
-            events[0].append(StoredEvent(key[:EVENT_NAME_BYTES], b"", tokens, _TIERS[1], number))
+            stored.append(StoredEvent(key[:EVENT_NAME_BYTES], b"", tokens, _TIERS[tier], number))
 
 
 def _batches(items: Iterator[T]) -> Iterator[list[T]]:

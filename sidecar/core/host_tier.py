@@ -2,8 +2,8 @@
 
 Owns the ledger of slots between the pool (which allocates them) and the directory (which says what
 they hold), the orders of eviction, and zombies: slots of detached chunks on which a copy, read or
-write still runs. Does not decide what to store, read or write. `EvictionOrders` is the only place
-where the core calls a policy (`tiers/policy/`).
+write still runs. Does not decide what to store, read or write. Only this module of the core calls
+a policy (`tiers/policy/`).
 
 Invariants:
 
@@ -12,31 +12,29 @@ Invariants:
 * A tenant is charged for exactly the slots of its chunks.
 * A slot is sealed in the pool while its segment is HOST, or it is unclaimed.
 * A chunk is in the orders of eviction while one of its segments is HOST (otherwise a chunk whose
-  other ranks never arrive could not be evicted), it is in the directory, and no request pins it.
+  other ranks never arrive could not be evicted), it is in the directory, and no request pins it:
+  in the order of all tenants, and in that of its tenant if it has a limit.
 * An expired chunk cannot be found, even if it is pinned.
 """
 
 from __future__ import annotations
 
 import enum
-import math
 from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING, Final, cast
 
-from sidecar.core.commands import RestoredSlot
+from sidecar.core.commands import Counters, RestoredSlot
 from sidecar.core.directory import Cause, Chunk, Directory, HostSegment, Realm, SegmentState
-from sidecar.core.restored import RestoredSlots
+from sidecar.core.restored import RestoredSlots, SlotAllocator
 from sidecar.core.retention import FOR_EVER, Expiries, Retention, slot_tag
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from sidecar.core.commands import Counters
-    from sidecar.core.restored import SlotAllocator
     from sidecar.core.tenants import Tenants
     from tiers.kv.layout import ChunkLayout
-    from tiers.policy.policy import Policy
+    from tiers.policy import Policy
 
 VICTIMS_SCANNED_MAX: Final = 1024
 """Entries of the eviction order that one search examines."""
@@ -62,10 +60,7 @@ class HostChange(enum.Enum):
 
 
 class HostTier:
-    """Slots, and the chunks in them.
-
-    It calls no other part: the engine takes what happened from `changes`, oldest first.
-    """
+    """Slots, and the chunks in them. Other parts learn from `changes` what happened."""
 
     def __init__(
         self,
@@ -77,14 +72,15 @@ class HostTier:
     ) -> None:
         self._directory = directory
         self.slots = slots
-        self.orders = EvictionOrders(directory, policy, tenants)
+        self._policy = policy
         self._counters = counters
         self._tenants = tenants
         self.changes: deque[tuple[HostChange, Chunk]] = deque()
+        """What happened, oldest first, until the engine has taken it."""
         self.allocated: set[int] = set()
         self.zombies: set[HostSegment] = set()
         self.restored_slots = RestoredSlots(slots)
-        self._expiries = Expiries()
+        self._expiries = Expiries[Chunk | RestoredSlot](self._expires)
         self.adoptions: deque[tuple[Realm, int, Iterator[_Moment]]] = deque()
         """Slots to adopt, by realm and rank."""
 
@@ -109,7 +105,7 @@ class HostTier:
     def touch(self, chunk: Chunk) -> None:
         """Note a use of a chunk."""
         if chunk.hosted and not chunk.detached:
-            self.orders.use(chunk)
+            self._use(chunk)
             for segment in chunk.segments:
                 if segment.state is SegmentState.HOST:
                     self.slots.touch(segment.slot)
@@ -118,14 +114,14 @@ class HostTier:
     def request_pin(self, chunk: Chunk) -> None:
         """A session keeps a chunk. It leaves the orders: a search would only step over it."""
         if chunk.hosted and not chunk.detached:
-            self.orders.leave(chunk)
+            self._leave(chunk)
         chunk.request_pins += 1
 
     def request_unpin(self, chunk: Chunk) -> None:
         """A session keeps it no longer; after the last one it enters the orders as just used."""
         chunk.request_pins -= 1
         if chunk.hosted and not chunk.detached:
-            self.orders.enter(chunk)
+            self._enter(chunk)
 
     # --- filling a slot ------------------------------------------------------------------------
 
@@ -141,7 +137,7 @@ class HostTier:
             self._count_dropped(chunk.tenant, cause, within_limit=within_limit)
             return False
         self._retain(chunk, retention)
-        tag = slot_tag(chunk.tenant, Retention(chunk.expires_at, stays=chunk.stays))
+        tag = slot_tag(chunk.tenant, chunk.retention)
         if any(tag):
             self.slots.set_tag(slot, tag)
         self._tenants.charge(chunk.tenant, segment.slot_bytes)
@@ -181,17 +177,15 @@ class HostTier:
         chunk.parent = parent
         self._directory.move(segment, cause)
         if chunk.hosted == 1:
-            self.orders.enter(chunk)
+            self._enter(chunk)
 
     def _retain(self, chunk: Chunk, retention: Retention) -> None:
         """Apply the retention of one segment: the strictest of all segments counts."""
-        if chunk.empty:
-            # The retention of earlier contents left with them.
-            chunk.expires_at, chunk.stays = math.inf, False
-        chunk.stays |= retention.stays
-        if retention.expires_at < chunk.expires_at:
-            chunk.expires_at = retention.expires_at
-            self._expiries.add(chunk.expires_at, chunk)
+        # The retention of earlier contents left with them.
+        before = FOR_EVER if chunk.empty else chunk.retention
+        chunk.retention = before.stricter(retention)
+        if retention.expires_at < before.expires_at:
+            self._expiries.add(retention.expires_at, chunk)
 
     def _count_dropped(self, tenant: bytes, cause: Cause, *, within_limit: bool) -> None:
         counters, storing = self._counters, cause is Cause.GATHER
@@ -224,17 +218,21 @@ class HostTier:
         """Remove the chunks and free the unclaimed slots whose time is over."""
         for due in self._expiries.due(now):
             if isinstance(due, RestoredSlot):
-                if due in self.restored_slots:
-                    self.restored_slots.claim(due)
-                    self._free_unclaimed(due.slot)
-            elif not due.detached and not due.empty and due.expires_at <= now:
+                self.restored_slots.claim(due)
+                self._free_unclaimed(due.slot)
+            else:
                 self._counters.chunks_expired += 1
                 self._remove(due)
+
+    def _expires(self, what: Chunk | RestoredSlot, expires_at: float) -> bool:
+        if isinstance(what, RestoredSlot):
+            return what in self.restored_slots
+        return not what.detached and not what.empty and what.retention.expires_at == expires_at
 
     def _remove(self, chunk: Chunk) -> None:
         """Detach a chunk. Work on its slots ends first."""
         if chunk.hosted:
-            self.orders.leave(chunk)
+            self._leave(chunk)
         self._directory.detach(chunk)
         for segment in chunk.segments:
             if segment.state is SegmentState.ZOMBIE:
@@ -261,6 +259,31 @@ class HostTier:
         self.slots.free(slot)
 
     # --- eviction ------------------------------------------------------------------------------
+
+    def _orders_of(self, chunk: Chunk) -> tuple[Policy, ...]:
+        if chunk.request_pins:
+            return ()
+        own = self._tenants.order(chunk.tenant)
+        return (self._policy,) if own is None else (self._policy, own)
+
+    def _enter(self, chunk: Chunk) -> None:
+        realm_id = chunk.realm.realm_id
+        for order in self._orders_of(chunk):
+            order.add((realm_id, chunk.key), (realm_id, chunk.parent))
+
+    def _use(self, chunk: Chunk) -> None:
+        for order in self._orders_of(chunk):
+            order.touch((chunk.realm.realm_id, chunk.key))
+
+    def _leave(self, chunk: Chunk) -> None:
+        for order in self._orders_of(chunk):
+            order.remove((chunk.realm.realm_id, chunk.key))
+
+    def victims(self, order: Policy | None = None) -> Iterator[Chunk]:
+        """Chunks in the order of eviction, pinned ones too: of all tenants, or of `order`."""
+        victims = (self._policy if order is None else order).victims()
+        for realm_id, key in cast("Iterator[tuple[int, bytes]]", victims):
+            yield self._directory.realms[realm_id].chunks[key]
 
     def busy(self, realm: Realm) -> bool:
         """Whether a realm has zombies, or slots to adopt."""
@@ -331,7 +354,7 @@ class HostTier:
 
     def _victim(self, order: Policy | None = None, class_id: int | None = None) -> Chunk | None:
         """The first chunk of an order that may be evicted, with a slot of a class if given."""
-        for chunk in islice(self.orders.victims(order), VICTIMS_SCANNED_MAX):
+        for chunk in islice(self.victims(order), VICTIMS_SCANNED_MAX):
             if chunk.pins == 0 and not chunk.busy and self._has_slot_of(chunk, class_id):
                 return chunk
         return None
@@ -345,7 +368,7 @@ class HostTier:
     def _evict(self, chunk: Chunk) -> None:
         self._counters.chunks_evicted += 1
         self._tenants.counters(chunk.tenant).chunks_evicted += 1
-        self.orders.leave(chunk)
+        self._leave(chunk)
         for segment in chunk.segments:
             if segment.state is SegmentState.HOST:
                 self._directory.move(segment, Cause.EVICTED)
@@ -361,8 +384,8 @@ class HostTier:
         self.restored_slots.restore(restored)
         self._counters.slots_restored += len(restored)
         for one in restored:
-            if one.expires_at < math.inf:
-                self._expiries.add(one.expires_at, one)
+            if one.retention.expires_at < FOR_EVER.expires_at:
+                self._expiries.add(one.retention.expires_at, one)
 
     def adopt(self, moments_max: int) -> bool:
         """Replay up to `moments_max` stores and uses of queued slots; returns whether more remain.
@@ -388,7 +411,7 @@ class HostTier:
         if chunk is not None:
             segment = chunk.segments[rank]
             if segment.slot == restored.slot and segment.state is SegmentState.HOST:
-                self.orders.use(chunk)
+                self._use(chunk)
 
     def _adopt(self, realm: Realm, rank: int, restored: RestoredSlot) -> None:
         chunk = self._directory.open_chunk(realm, restored.key, restored.tenant)
@@ -405,53 +428,10 @@ class HostTier:
             self._free_unclaimed(restored.slot)
             self._directory.drop_if_unused(chunk)
             return
-        self._retain(chunk, Retention(restored.expires_at, stays=restored.stays))
+        self._retain(chunk, restored.retention)
         self._tenants.charge(chunk.tenant, segment.slot_bytes)
         segment.slot = restored.slot
         self._publish(segment, Cause.RESTORED, restored.num_blocks, restored.parent)
         if chunk.loadable:
             self._counters.chunks_restored += 1
             self.changes.append((HostChange.RESTORED, chunk))
-
-
-class EvictionOrders:
-    """The order in which chunks of all tenants are evicted, and that of each tenant with a limit.
-
-    The interface to the policies: a chunk enters, is used, leaves. `HostTier` decides which victim
-    is evicted.
-
-    Invariant: all orders hold the same chunks of a tenant. A chunk that a request pins is in none.
-    """
-
-    def __init__(self, directory: Directory, policy: Policy, tenants: Tenants) -> None:
-        self._directory = directory
-        self._policy = policy
-        self._tenants = tenants
-
-    def _orders_of(self, chunk: Chunk) -> tuple[Policy, ...]:
-        if chunk.request_pins:
-            return ()
-        own = self._tenants.order(chunk.tenant)
-        return (self._policy,) if own is None else (self._policy, own)
-
-    def enter(self, chunk: Chunk) -> None:
-        """Add a chunk as just used."""
-        realm_id = chunk.realm.realm_id
-        for order in self._orders_of(chunk):
-            order.add((realm_id, chunk.key), (realm_id, chunk.parent))
-
-    def use(self, chunk: Chunk) -> None:
-        """Note a use of a chunk."""
-        for order in self._orders_of(chunk):
-            order.touch((chunk.realm.realm_id, chunk.key))
-
-    def leave(self, chunk: Chunk) -> None:
-        """Remove a chunk."""
-        for order in self._orders_of(chunk):
-            order.remove((chunk.realm.realm_id, chunk.key))
-
-    def victims(self, order: Policy | None = None) -> Iterator[Chunk]:
-        """Chunks in the order of eviction, pinned ones too: of all tenants, or of `order`."""
-        victims = (self._policy if order is None else order).victims()
-        for realm_id, key in cast("Iterator[tuple[int, bytes]]", victims):
-            yield self._directory.realms[realm_id].chunks[key]

@@ -13,18 +13,16 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from sidecar.core.commands import Copied, CopyOutcome, Gather, Scatter, SessionOpened
-from sidecar.core.directory import Cause, SegmentState
+from sidecar.core.commands import Copied, Gather, Scatter, SessionOpened
+from sidecar.core.directory import Cause, HostSegment, Realm, SegmentState
 from sidecar.core.fair_share import load_cost, store_cost
-from sidecar.core.outbox import Sampling
+from sidecar.core.outbox import CorePart, CoreParts, Sampling
 from sidecar.core.retention import Retention
 from sidecar.protocol import LoadChunk, LoadJob, Outcome, StoreChunk, StoreJob
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from sidecar.core.directory import HostSegment, Realm
-    from sidecar.core.outbox import CoreParts
     from tiers.kv.layout import ChunkLayout
 
 _LOAD_WORST_LAST: Final = (
@@ -72,45 +70,37 @@ class RunningCopy:
 
     job: Job
     segment: HostSegment
-    num_blocks: int
-    num_bytes: int
+    command: Gather | Scatter
     cost: int
     """Bytes of the control plane."""
     storing: int = 0
     """Bytes of the slot that a gather fills."""
-    parent: bytes = b""
-    """Key of the chunk before it, for a gather."""
-    verifies: bool = False
-    """Whether a successful scatter has verified the slot."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes to copy."""
+        layout = _layout_of(self.segment.chunk.realm, self.segment.rank)
+        return layout.payload_bytes(len(self.command.block_ids))
 
 
-class Jobs:
+class Jobs(CorePart):
     """All jobs. Each verb returns the job if it has ended."""
 
     def __init__(self, parts: CoreParts) -> None:
-        self._directory = parts.directory
-        self._host = parts.host
-        self._counters = parts.counters
-        self._tenants = parts.tenants
-        self._shares = parts.shares
-        self._emit = parts.emit
+        super().__init__(parts)
         self._sampling = Sampling(parts.limits.verify_loads)
         self._running: dict[int, RunningCopy] = {}
         self._last_copy_id = 0
+        self.draining = False
 
     def running(self) -> Collection[RunningCopy]:
         """All copies that have not ended."""
         return self._running.values()
 
-    # --- loads ---------------------------------------------------------------------------------
-
     def load(
         self, session: SessionOpened, realms: list[Realm], fence: int, message: LoadJob
     ) -> Job | None:
-        """Start a load job. If any of its chunks is missing, none is copied.
-
-        `realms` are those of the session's KV cache groups, in their order.
-        """
+        """Start a load job. If any of its chunks is missing, none is copied."""
         job = Job(session, message.job_id, loading=True, fence=fence)
         segments: list[HostSegment] = []
         for piece in message.chunks:
@@ -147,55 +137,44 @@ class Jobs:
 
     def _scatter(self, job: Job, piece: LoadChunk, segment: HostSegment, cost: int) -> None:
         chunk = segment.chunk
-        num_bytes = _layout_of(chunk.realm, segment.rank).payload_bytes(len(piece.block_ids))
         self._host.hold(segment)
         self._host.touch(chunk)
         verifies = self._sampling.selects(segment)
         self._counters.loads_unverified += not verifies
-        copy = RunningCopy(job, segment, segment.num_blocks, num_bytes, cost, verifies=verifies)
-        self._emit(
-            Scatter(
-                copy_id=self._start(copy),
-                session_id=job.session.session_id,
-                job_id=job.job_id,
-                fence=job.fence,
-                realm_id=chunk.realm.realm_id,
-                rank=segment.rank,
-                slot=segment.slot,
-                key=piece.key,
-                block_ids=tuple(piece.block_ids),
-                num_blocks=segment.num_blocks,
-                first_block=piece.first_block,
-                verify=verifies,
-            )
+        self._last_copy_id += 1
+        command = Scatter(
+            copy_id=self._last_copy_id,
+            session_id=job.session.session_id,
+            job_id=job.job_id,
+            fence=job.fence,
+            realm_id=chunk.realm.realm_id,
+            rank=segment.rank,
+            slot=segment.slot,
+            key=piece.key,
+            block_ids=tuple(piece.block_ids),
+            num_blocks=segment.num_blocks,
+            first_block=piece.first_block,
+            verify=verifies,
         )
-
-    # --- stores --------------------------------------------------------------------------------
+        self._start(RunningCopy(job, segment, command, cost))
 
     def store(
-        self,
-        session: SessionOpened,
-        realms: list[Realm],
-        fence: int,
-        message: StoreJob,
-        now: float,
-        *,
-        accept: bool,
+        self, session: SessionOpened, realms: list[Realm], fence: int, message: StoreJob, now: float
     ) -> Job | None:
-        """Start a store job. With `accept` False (draining) it copies nothing."""
+        """Start a store job. While draining it copies nothing."""
         job = Job(session, message.job_id, loading=False, fence=fence)
         # A chunk that expires is not written: it could not be deleted where others read it.
         expires_at = now + message.ttl_ms / 1000 if message.ttl_ms else math.inf
         retention = Retention(expires_at, stays=message.stays or message.ttl_ms > 0)
         for piece in message.chunks:
             realm = realms[piece.group]
-            outcome = self._gather(job, realm, piece, retention, accept=accept)
+            outcome = self._gather(job, realm, piece, retention)
             if outcome is not None:
                 job.outcomes.add(outcome)
         return self._ended(job)
 
     def _gather(
-        self, job: Job, realm: Realm, piece: StoreChunk, retention: Retention, *, accept: bool
+        self, job: Job, realm: Realm, piece: StoreChunk, retention: Retention
     ) -> Outcome | None:
         """Start the copy of one chunk; returns its outcome if there is nothing to copy."""
         rank, layout = job.session.segment_number, _layout_of(realm, job.session.segment_number)
@@ -214,107 +193,99 @@ class Jobs:
             self._counters.stores_duplicate += 1
             self._host.touch(chunk)
             return Outcome.OK
-        if not accept:
+        if self.draining:
             self._counters.stores_dropped_draining += 1
             return Outcome.FULL
         chunk = self._directory.open_chunk(realm, piece.key, piece.tenant)
         segment = chunk.segments[rank]
-        copy = RunningCopy(
-            job,
-            segment,
-            num_blocks,
-            layout.payload_bytes(num_blocks),
-            store_cost(realm, piece),
-            storing=segment.slot_bytes,
-            parent=piece.parent,
-        )
-        admitted = self._admit(job, copy.cost, 1, copy.storing)
+        cost, storing = store_cost(realm, piece), segment.slot_bytes
+        admitted = self._admit(job, cost, 1, storing)
         self._counters.stores_dropped_share += not admitted
         if not admitted or not self._host.reserve(segment, Cause.GATHER, retention):
             if admitted:
-                self._give_back(copy)
+                self._give_back(job, cost, storing)
             self._directory.drop_if_unused(chunk)
             return Outcome.FULL
-        self._emit(
-            Gather(
-                copy_id=self._start(copy),
-                session_id=job.session.session_id,
-                job_id=job.job_id,
-                fence=job.fence,
-                realm_id=realm.realm_id,
-                rank=rank,
-                slot=segment.slot,
-                key=piece.key,
-                block_ids=tuple(piece.block_ids),
-                parent=piece.parent,
-                token_ids=piece.token_ids,
-                tenant=chunk.tenant,
-            )
+        self._last_copy_id += 1
+        command = Gather(
+            copy_id=self._last_copy_id,
+            session_id=job.session.session_id,
+            job_id=job.job_id,
+            fence=job.fence,
+            realm_id=realm.realm_id,
+            rank=rank,
+            slot=segment.slot,
+            key=piece.key,
+            block_ids=tuple(piece.block_ids),
+            parent=piece.parent,
+            token_ids=piece.token_ids,
+            tenant=chunk.tenant,
         )
+        self._start(RunningCopy(job, segment, command, cost, storing))
         return None
 
-    # --- endings -------------------------------------------------------------------------------
-
-    def _start(self, copy: RunningCopy) -> int:
-        self._last_copy_id += 1
-        self._running[self._last_copy_id] = copy
+    def _start(self, copy: RunningCopy) -> None:
+        self._running[copy.command.copy_id] = copy
         copy.job.running += 1
-        return self._last_copy_id
+        self._emit(copy.command)
 
-    def _give_back(self, copy: RunningCopy) -> None:
-        session_id, shares = copy.job.session.session_id, self._shares
-        shares.memory.give(session_id, copy.cost)
+    def _give_back(self, job: Job, cost: int, storing: int) -> None:
+        session_id, shares = job.session.session_id, self._shares
+        shares.memory.give(session_id, cost)
         shares.copies.give(session_id, 1)
-        if copy.storing:
-            shares.storing.give(session_id, copy.storing)
+        if storing:
+            shares.storing.give(session_id, storing)
 
     def copied(self, event: Copied, now: float) -> Job | None:
         """A copy ended: its slot and blocks are not used any more."""
         copy = self._running.pop(event.copy_id)
         job = copy.job
-        self._give_back(copy)
-        if job.loading:
-            job.outcomes.add(self._scattered(copy, event.outcome))
+        self._give_back(job, copy.cost, copy.storing)
+        if isinstance(copy.command, Scatter):
+            outcome = self._scattered(copy, copy.command, event.outcome)
         else:
-            job.outcomes.add(self._gathered(copy, event.outcome, now))
+            outcome = self._gathered(copy, copy.command, event.outcome, now)
+        job.outcomes.add(outcome)
         job.running -= 1
         return self._ended(job)
 
-    def _scattered(self, copy: RunningCopy, outcome: CopyOutcome) -> Outcome:
+    def _scattered(self, copy: RunningCopy, command: Scatter, outcome: Outcome) -> Outcome:
         self._host.release(copy.segment)
-        if outcome is CopyOutcome.OK:
-            copy.segment.verified |= copy.verifies
+        if outcome is Outcome.OK:
+            copy.segment.verified |= command.verify
             own = self._tenants.counters(copy.segment.chunk.tenant)
             own.chunks_loaded += 1
             own.bytes_loaded += copy.num_bytes
             self._counters.chunks_loaded += 1
             self._counters.bytes_loaded += copy.num_bytes
-        elif outcome is CopyOutcome.CORRUPT:
+        elif outcome is Outcome.CORRUPT:
             self._host.quarantine(copy.segment.chunk)
-        return Outcome[outcome.name]
+        return outcome
 
-    def _gathered(self, copy: RunningCopy, outcome: CopyOutcome, now: float) -> Outcome:
+    def _gathered(
+        self, copy: RunningCopy, command: Gather, outcome: Outcome, now: float
+    ) -> Outcome:
         counters, chunk = self._counters, copy.segment.chunk
-        if outcome is CopyOutcome.OK:
+        if outcome is Outcome.OK:
             own = self._tenants.counters(chunk.tenant)
             counters.bytes_stored += copy.num_bytes
             own.bytes_stored += copy.num_bytes
-            if self._host.filled(copy.segment, copy.num_blocks, copy.parent):
+            if self._host.filled(copy.segment, len(command.block_ids), command.parent):
                 counters.chunks_stored += chunk.loadable
                 own.chunks_stored += chunk.loadable
                 return Outcome.OK
-            if chunk.expires_at <= now:
+            if chunk.retention.expires_at <= now:
                 # It expired during the copy, as was asked.
                 return Outcome.OK
             # Another rank's segment was found corrupt meanwhile, and the chunk was removed.
             counters.stores_failed += 1
             return Outcome.FAILED
-        counters.stores_revoked += outcome is CopyOutcome.REVOKED
-        counters.stores_expired += outcome is CopyOutcome.EXPIRED
-        counters.stores_failed += outcome in (CopyOutcome.FAILED, CopyOutcome.CORRUPT)
+        counters.stores_revoked += outcome is Outcome.REVOKED
+        counters.stores_expired += outcome is Outcome.EXPIRED
+        counters.stores_failed += outcome in (Outcome.FAILED, Outcome.CORRUPT)
         self._host.failed(copy.segment)
         # A gather compares nothing, so CORRUPT is a failure.
-        return Outcome.FAILED if outcome is CopyOutcome.CORRUPT else Outcome[outcome.name]
+        return Outcome.FAILED if outcome is Outcome.CORRUPT else outcome
 
     def _ended(self, job: Job) -> Job | None:
         if job.running:

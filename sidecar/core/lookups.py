@@ -22,17 +22,16 @@ from typing import TYPE_CHECKING
 
 from sidecar.core.commands import ReadDone, Reply
 from sidecar.core.fair_share import lookup_cost
+from sidecar.core.outbox import CorePart, CoreParts
 from sidecar.core.planner import Credit, ReadPlan
-from sidecar.core.reads import can_complete
+from sidecar.core.reads import Reads, can_complete
 from sidecar.protocol import Lookup, LookupDone, Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from sidecar.core.directory import Chunk, Realm
-    from sidecar.core.outbox import CoreParts
     from sidecar.core.pins import Pins
-    from sidecar.core.reads import Reads
 
 
 @dataclass(slots=True, eq=False)
@@ -75,20 +74,13 @@ class OpenLookup:
         return self.asked + self.plan.patience_seconds(self.ready, self.wait_seconds)
 
 
-class Lookups:
+class Lookups(CorePart):
     """All lookups."""
 
     def __init__(self, parts: CoreParts, reads: Reads, pins: Pins) -> None:
-        self._directory = parts.directory
-        self._host = parts.host
+        super().__init__(parts)
         self._reads = reads
-        self._counters = parts.counters
-        self._tenants = parts.tenants
-        self._shares = parts.shares
         self._pins = pins
-        self._emit = parts.emit
-        self._epoch = parts.epoch
-        self._limits = parts.limits
         self._credits = defaultdict[int, Credit](lambda: Credit(parts.limits.regret_max))
         """By session."""
         self._now = 0.0
@@ -97,17 +89,15 @@ class Lookups:
         self.waiters: dict[Chunk, dict[OpenLookup, None]] = {}
         self._draining = False
 
+    def __len__(self) -> int:
+        return sum(map(len, self._by_session.values()))
+
     def __iter__(self) -> Iterator[OpenLookup]:
         for lookups in self._by_session.values():
             yield from lookups.values()
 
-    # --- start ---------------------------------------------------------------------------------
-
     def start(self, session_id: int, realms: list[Realm], message: Lookup, now: float) -> None:
-        """Start a lookup; it may be answered at once. An open one of the same id is replaced.
-
-        `realms` are those of the session's KV cache groups, in their order.
-        """
+        """Start a lookup; it may be answered at once. An open one of the same id is replaced."""
         self._now = now
         self._counters.lookups += 1
         self._tenants.counters(message.tenant).lookups += 1
@@ -205,8 +195,6 @@ class Lookups:
             run[chunk] = None
         return list(run)
 
-    # --- what happened to its chunks -----------------------------------------------------------
-
     def read_ended(self, event: ReadDone, now: float) -> None:
         """A read ended."""
         self._now = now
@@ -253,8 +241,6 @@ class Lookups:
                     del self.waiters[chunk]
                     self._reads.cancel(chunk)
         self._pins.unpin(lookup.session_id, cut)
-
-    # --- answer and end ------------------------------------------------------------------------
 
     def _answer_if_done(self, lookup: OpenLookup) -> None:
         if not lookup.waits and not lookup.answered:

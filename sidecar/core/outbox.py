@@ -9,20 +9,17 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sidecar.core.commands import Command, IndexOffer, IndexSet, Reply, Resume
-from sidecar.core.fair_share import ShareLimits
-from sidecar.protocol import Done
+from sidecar.core.commands import Command, Counters, IndexOffer, IndexSet, Reply, Resume
+from sidecar.core.fair_share import FairShares, ShareLimits
+from sidecar.protocol import Done, JobOutcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sidecar.core.breaker import BreakerRules
-    from sidecar.core.commands import Counters
     from sidecar.core.directory import Directory, HostSegment
-    from sidecar.core.fair_share import FairShares
     from sidecar.core.host_tier import HostTier
     from sidecar.core.tenants import Tenants
-    from sidecar.protocol import JobOutcome
 
 
 class WritePolicy(enum.StrEnum):
@@ -83,11 +80,22 @@ class CoreParts:
     """Adds a command to the outbox."""
 
 
-class Outbox:
-    """The commands of one event: first the index, then work, then messages.
+class CorePart:
+    """A part of the core, with its references to the others."""
 
-    A session gets one `Done` per event, and there is one `Resume` at a time.
-    """
+    def __init__(self, parts: CoreParts) -> None:
+        self._directory = parts.directory
+        self._host = parts.host
+        self._counters = parts.counters
+        self._tenants = parts.tenants
+        self._shares = parts.shares
+        self._limits = parts.limits
+        self._emit = parts.emit
+        self._epoch = parts.epoch
+
+
+class Outbox:
+    """The commands of one event: index, work, then messages, with one `Done` for a session."""
 
     def __init__(self, epoch: int) -> None:
         self._epoch = epoch

@@ -13,20 +13,19 @@ of its session, or a release.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from sidecar.core.fair_share import lease_cost, request_pin_cost
+from sidecar.core.fair_share import FairShares, Share, lease_cost, request_pin_cost
+from sidecar.core.outbox import CorePart, CoreParts
+from sidecar.core.retention import Expiries
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from sidecar.core.directory import Chunk, Directory, Realm
-    from sidecar.core.fair_share import FairShares, Share
-    from sidecar.core.outbox import CoreParts
     from sidecar.protocol import Pin
 
 EARLY_JOBS_PER_ENGINE_MAX: Final = 256
@@ -233,7 +232,7 @@ class _RequestPin:
     cost: int
 
 
-class RequestPins:
+class RequestPins(CorePart):
     """Chunks that requests keep in host memory for a while.
 
     A scheduler names keys at the end of a request; naming a key again moves its deadline. A key
@@ -242,17 +241,11 @@ class RequestPins:
     """
 
     def __init__(self, parts: CoreParts, pins: Pins) -> None:
-        self._directory = parts.directory
-        self._host = parts.host
+        super().__init__(parts)
         self._pins = pins
-        self._shares = parts.shares
-        self._tenants = parts.tenants
-        self._counters = parts.counters
         self._by_session: dict[int, dict[Chunk, _RequestPin]] = {}
         self._tenant_bytes: Counter[bytes] = Counter()
-        # One entry for each pin. Its deadline may have been moved since.
-        self._heap: list[tuple[float, int, _RequestPin]] = []
-        self._numbers = itertools.count()
+        self._deadlines = Expiries[_RequestPin](self._ends)
 
     def __iter__(self) -> Iterator[_RequestPin]:
         for own in self._by_session.values():
@@ -268,7 +261,9 @@ class RequestPins:
             chunk = realm.chunks.get(key)
             known = None if chunk is None else own.get(chunk)
             if known is not None:
-                known.deadline = max(known.deadline, deadline)
+                if deadline > known.deadline:
+                    known.deadline = deadline
+                    self._deadlines.add(deadline, known)
             elif not self._take(session_id, realm, key, message.tenant, deadline):
                 self._counters.pins_refused += len(message.keys) - number
                 return
@@ -288,7 +283,7 @@ class RequestPins:
         self._host.request_pin(chunk)
         self._by_session.setdefault(session_id, {})[chunk] = pin
         self._tenant_bytes[chunk.tenant] += pin.size_bytes
-        heapq.heappush(self._heap, (deadline, next(self._numbers), pin))
+        self._deadlines.add(deadline, pin)
         self._counters.chunks_pinned += 1
         return True
 
@@ -305,21 +300,19 @@ class RequestPins:
         wanted = ((shares.memory, pin.cost), (shares.request_pins, pin.size_bytes))
         return shares.admit("pin", session_id, *wanted)
 
+    def _ends(self, pin: _RequestPin, deadline: float) -> bool:
+        own = self._by_session.get(pin.session_id, {})
+        return own.get(pin.chunk) is pin and pin.deadline == deadline
+
     def expire(self, now: float) -> None:
         """End the pins past their deadline."""
-        while self._heap and self._heap[0][0] <= now:
-            _, _, pin = heapq.heappop(self._heap)
-            if pin.deadline > now:
-                heapq.heappush(self._heap, (pin.deadline, next(self._numbers), pin))
-            else:
-                self._end(pin)
+        for pin in self._deadlines.due(now):
+            self._end(pin)
 
     def close_session(self, session_id: int) -> None:
         """End all pins of a session."""
         for pin in list(self._by_session.get(session_id, {}).values()):
             self._end(pin)
-        self._heap = [entry for entry in self._heap if entry[2].session_id != session_id]
-        heapq.heapify(self._heap)
 
     def drain(self) -> None:
         """End all pins: the sidecar stops."""

@@ -11,22 +11,19 @@ Invariant: at most `reads_inflight_max` reads run; one event starts at most `rea
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from sidecar.core.breaker import BreakerState
+from sidecar.core.breaker import Breaker, BreakerState
 from sidecar.core.commands import Read, ReadDone, Resume, StoreOutcome
-from sidecar.core.directory import Cause, SegmentState
+from sidecar.core.directory import Cause, Chunk, HostSegment, Realm, SegmentState
+from sidecar.core.outbox import CorePart, CoreParts
 from sidecar.core.planner import UNKNOWN, Planner, ReadPlan, ReadStart
-from sidecar.protocol import Outcome
+from sidecar.protocol import Lookup, Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
-    from sidecar.core.breaker import Breaker
-    from sidecar.core.directory import Chunk, HostSegment, Realm
-    from sidecar.core.outbox import CoreParts
     from sidecar.core.store_view import StoreView
-    from sidecar.protocol import Lookup
 
 
 class ReadQueue:
@@ -92,28 +89,14 @@ class ReadQueue:
         )
 
 
-_FAILURES: Final = {
-    StoreOutcome.MISSING: Outcome.MISSING,
-    StoreOutcome.CORRUPT: Outcome.CORRUPT,
-    StoreOutcome.UNREADABLE: Outcome.MISSING,
-    StoreOutcome.EXPIRED: Outcome.EXPIRED,
-    StoreOutcome.UNAVAILABLE: Outcome.FAILED,
-}
-
-
-class Reads:
+class Reads(CorePart):
     """The queue of reads and the running reads."""
 
-    def __init__(self, parts: CoreParts, store: StoreView, breaker: Breaker) -> None:
-        self._host = parts.host
+    def __init__(self, parts: CoreParts, store: StoreView) -> None:
+        super().__init__(parts)
         self._store = store
-        self._counters = parts.counters
-        self._tenants = parts.tenants
-        self._emit = parts.emit
-        self._breaker = breaker
+        self.breaker = Breaker(parts.limits.breaker)
         self._inflight_max = parts.limits.reads_inflight_max
-        self._recompute = parts.limits.recompute
-        self._begun_max = parts.limits.reads_begun_max
         self._planner = Planner(reads_inflight_max=self._inflight_max)
         self.queue = ReadQueue()
         self._running: dict[int, tuple[HostSegment, ReadStart]] = {}
@@ -125,16 +108,14 @@ class Reads:
         """Segments that are being read."""
         return [segment for segment, _ in self._running.values()]
 
-    # --- before a read -------------------------------------------------------------------------
-
     def may_begin(self, now: float) -> bool:
         """Whether the breaker lets reads pass."""
-        return self._breaker.passes(now)
+        return self.breaker.passes(now)
 
     def plan(self, session_id: int, message: Lookup, run: list[Chunk]) -> ReadPlan:
         """Weigh reading what a run lacks against computing it, from its first missing chunk on."""
         missing = [chunk for chunk in run if not chunk.loadable]
-        if not missing or not self._recompute:
+        if not missing or not self._limits.recompute:
             return UNKNOWN
         reads = len(missing) * missing[0].realm.world_size
         read_bytes = 0
@@ -167,8 +148,6 @@ class Reads:
         for segment in chunk.segments:
             self.queue.discard(segment)
 
-    # --- reading -------------------------------------------------------------------------------
-
     def pump(self, now: float) -> Iterator[tuple[Chunk, Outcome]]:
         """Start as many reads as may run, and of those at most `reads_begun_max`.
 
@@ -177,16 +156,16 @@ class Reads:
         """
         if self.resuming:
             return
-        last = self._last_read_id + self._begun_max
+        last = self._last_read_id + self._limits.reads_begun_max
         while len(self._running) < self._inflight_max:
             if self._last_read_id == last:
                 if self.queue:
                     self.resuming = True
                     self._emit(Resume())
                 break
-            if not self._breaker.passes(now):
+            if not self.breaker.passes(now):
                 # During a trial, the queued reads wait for its result.
-                while self._breaker.state is BreakerState.OPEN:
+                while self.breaker.state is BreakerState.OPEN:
                     segment = self.queue.take()
                     if segment is None:
                         break
@@ -211,7 +190,7 @@ class Reads:
         chunk = segment.chunk
         self._last_read_id += 1
         self._running[self._last_read_id] = (segment, self._planner.read_started(now))
-        self._breaker.begin(now)
+        self.breaker.begin(now)
         self._emit(
             Read(
                 read_id=self._last_read_id,
@@ -230,36 +209,40 @@ class Reads:
         self._planner.read_ended(start, now, event.num_bytes)
         chunk = segment.chunk
         if event.outcome in (StoreOutcome.UNAVAILABLE, StoreOutcome.EXPIRED):
-            self._breaker.failed(now)
+            self.breaker.failed(now)
         else:
-            self._breaker.succeeded()
+            self.breaker.succeeded()
         if event.outcome is StoreOutcome.OK:
             self._counters.bytes_read += event.num_bytes
             self._tenants.counters(chunk.tenant).bytes_read += event.num_bytes
             if self._host.filled(segment, event.num_blocks, event.parent) and chunk.loadable:
                 self._counters.chunks_read += 1
             return None
-        self._note_failure(segment, event)
+        reason = self._failed(segment, event)
         self._host.failed(segment)
-        return chunk, _FAILURES[event.outcome]
+        return chunk, reason
 
-    def _note_failure(self, segment: HostSegment, event: ReadDone) -> None:
+    def _failed(self, segment: HostSegment, event: ReadDone) -> Outcome:
         realm, key, outcome = segment.chunk.realm, segment.chunk.key, event.outcome
         bit = segment.rank if event.failed < 0 else event.failed
         if outcome is StoreOutcome.CORRUPT:
             self._counters.reads_corrupt += 1
             self._store.quarantine(realm, key, bit)
-        elif outcome is StoreOutcome.MISSING:
+            return Outcome.CORRUPT
+        if outcome is StoreOutcome.MISSING:
             self._counters.reads_missing += 1
             self._store.missing(realm, key, bit)
-        elif outcome is StoreOutcome.UNREADABLE:
+            return Outcome.MISSING
+        if outcome is StoreOutcome.UNREADABLE:
             self._counters.reads_unreadable += 1
             self._store.unusable(realm, key, bit)
-        elif outcome is StoreOutcome.EXPIRED:
+            return Outcome.MISSING
+        if outcome is StoreOutcome.EXPIRED:
             self._counters.reads_expired += 1
-        else:
-            self._counters.reads_unavailable += 1
-            self._counters.reads_garbled += event.garbled
+            return Outcome.EXPIRED
+        self._counters.reads_unavailable += 1
+        self._counters.reads_garbled += event.garbled
+        return Outcome.FAILED
 
 
 def can_complete(realm: Realm, key: bytes, chunk: Chunk | None) -> bool:

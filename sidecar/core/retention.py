@@ -13,15 +13,14 @@ import heapq
 import itertools
 import math
 import struct
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
 
-from sidecar.core.commands import RestoredSlot
 from sidecar.protocol import TENANT_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-    from sidecar.core.directory import Chunk
+T = TypeVar("T")
 
 _TAG: Final = struct.Struct(f"<{TENANT_BYTES}sQ")
 """Tenant, then milliseconds (63 bits, 0 for never) and the flag `stays` in the lowest bit."""
@@ -35,6 +34,10 @@ class Retention(NamedTuple):
 
     expires_at: float = math.inf
     stays: bool = False
+
+    def stricter(self, other: Retention) -> Retention:
+        """What satisfies both."""
+        return Retention(min(self.expires_at, other.expires_at), self.stays or other.stays)
 
 
 FOR_EVER: Final = Retention()
@@ -57,36 +60,33 @@ def read_tag(tag: bytes) -> tuple[bytes, Retention]:
     return (b"" if tenant == _NO_TENANT else tenant), retention
 
 
-class Expiries:
-    """Chunks and unclaimed slots that expire, soonest first.
+class Expiries(Generic[T]):
+    """What expires, soonest first. An entry that is not `valid` any more does not count.
 
-    Invariant: stale entries (the chunk left, or has another time) are at most as many as valid
-    ones, and a constant.
+    Invariant: such entries are at most as many as valid ones, and a constant.
     """
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Chunk | RestoredSlot]] = []
+    def __init__(self, valid: Callable[[T, float], bool]) -> None:
+        self._valid = valid
+        self._heap: list[tuple[float, int, T]] = []
         self._numbers = itertools.count()
         self._sweep_at = _STALE_MAX
 
     def __len__(self) -> int:
         return len(self._heap)
 
-    def add(self, expires_at: float, what: Chunk | RestoredSlot) -> None:
-        """Add an entry; earlier entries of the same chunk may stay."""
-        heapq.heappush(self._heap, (expires_at, next(self._numbers), what))
+    def add(self, expires_at: float, what: T) -> None:
+        """Add an entry; earlier entries of the same thing may stay."""
         if len(self._heap) > self._sweep_at:
-            self._heap = [entry for entry in self._heap if _is_valid(entry[0], entry[2])]
+            self._heap = [entry for entry in self._heap if self._valid(entry[2], entry[0])]
             heapq.heapify(self._heap)
             self._sweep_at = 2 * len(self._heap) + _STALE_MAX
+        # Behind the sweep: a chunk gets its slot, and is valid, only after this.
+        heapq.heappush(self._heap, (expires_at, next(self._numbers), what))
 
-    def due(self, now: float) -> Iterator[Chunk | RestoredSlot]:
-        """Remove and yield the entries that are due."""
+    def due(self, now: float) -> Iterator[T]:
+        """Remove and yield what is due."""
         while self._heap and self._heap[0][0] <= now:
-            yield heapq.heappop(self._heap)[2]
-
-
-def _is_valid(expires_at: float, what: Chunk | RestoredSlot) -> bool:
-    if isinstance(what, RestoredSlot):
-        return True
-    return not what.detached and not what.empty and what.expires_at == expires_at
+            expires_at, _, what = heapq.heappop(self._heap)
+            if self._valid(what, expires_at):
+                yield what

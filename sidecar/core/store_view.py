@@ -15,26 +15,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sidecar.core.commands import Listed, Quarantine, Withdraw, Written
-from sidecar.core.outbox import WritePolicy
-from sidecar.core.stored_table import ListedRow, ListedRows, key_list, merged_by_key
+from sidecar.core.outbox import CorePart, CoreParts, WritePolicy
+from sidecar.core.stored_table import Keys, ListedRow, ListedRows, key_list, merged_by_key
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from sidecar.core.directory import HostSegment, Realm
-    from sidecar.core.outbox import CoreParts
-    from sidecar.core.stored_table import Keys
 
 
-class StoreView:
+class StoreView(CorePart):
     """Applies what the catalog, reads and writes say of the store."""
 
     def __init__(self, parts: CoreParts) -> None:
-        self._directory = parts.directory
-        self._counters = parts.counters
-        self._tenants = parts.tenants
-        self._emit = parts.emit
-        self._quarantine_keys_max = parts.limits.quarantine_keys_max
+        super().__init__(parts)
         self._announces = parts.limits.write is not WritePolicy.OFF
         self.withdrawn: dict[tuple[int, bytes], tuple[int, int]] = {}
         """(realm_id, key) -> ranks, and the time up to which their writes do not count."""
@@ -93,7 +87,7 @@ class StoreView:
         # Removed first, so that it becomes the newest.
         known_mask, known_time = self.withdrawn.pop(name, (0, 0))
         self.withdrawn[name] = (known_mask | mask, max(known_time, time))
-        if len(self.withdrawn) > self._quarantine_keys_max:
+        if len(self.withdrawn) > self._limits.quarantine_keys_max:
             del self.withdrawn[next(iter(self.withdrawn))]
 
     def listed(self, event: Listed) -> Keys | None:

@@ -19,7 +19,7 @@ from tiers.policy.lru import LruPolicy
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from tiers.policy.policy import Policy
+    from tiers.policy import Policy
 
 UNSALTED: Final = "unsalted"
 OTHER: Final = "other"

@@ -18,15 +18,14 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
+from sidecar.core.breaker import Breaker
 from sidecar.core.commands import StoreOutcome, Write, Written
-from sidecar.core.outbox import Sampling, WritePolicy
+from sidecar.core.outbox import CorePart, CoreParts, Sampling, WritePolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
-    from sidecar.core.breaker import Breaker
     from sidecar.core.directory import Chunk, HostSegment
-    from sidecar.core.outbox import CoreParts
     from sidecar.core.store_view import StoreView
 
 K = TypeVar("K")
@@ -60,28 +59,19 @@ class _Running(NamedTuple):
     verifies: bool
 
 
-class Writes:
-    """The queue of writes and the running writes.
-
-    `admit(realm_id, tenant, num_bytes, objects)` says whether a tenant may have this much more in
-    the store, `room(realm_id, num_bytes, objects)` whether its namespace may.
-    """
+class Writes(CorePart):
+    """The queue of writes and the running writes. `admit` and `room` are those of `Engine`."""
 
     def __init__(
         self,
         parts: CoreParts,
         store: StoreView,
-        breaker: Breaker,
         admit: Callable[[int, bytes, int, int], bool],
         room: Callable[[int, int, int], bool],
     ) -> None:
-        self._directory = parts.directory
-        self._host = parts.host
+        super().__init__(parts)
         self._store = store
-        self._counters = parts.counters
-        self._tenants = parts.tenants
-        self._emit = parts.emit
-        self._breaker = breaker
+        self.breaker = Breaker(parts.limits.breaker)
         self._policy = parts.limits.write
         self._inflight_max = parts.limits.writes_inflight_max
         self._queue_bytes_max = parts.limits.write_queue_bytes_max
@@ -103,8 +93,6 @@ class Writes:
     def running(self) -> Collection[HostSegment]:
         """Segments that are being written."""
         return [one.segment for one in self._running.values()]
-
-    # --- the policy ----------------------------------------------------------------------------
 
     def completed(self, chunk: Chunk) -> None:
         """A chunk entered the host tier with all of its segments."""
@@ -134,8 +122,8 @@ class Writes:
         chunk.realm.backfill.pop(chunk, None)
         if chunk in self.pending:
             self._drop(chunk)
-        elif self._policy is WritePolicy.ON_EVICT and not chunk.stays and self._missing(chunk):
-            self._counters.writes_dropped += 1
+        elif self._policy is WritePolicy.ON_EVICT and not chunk.retention.stays:
+            self._counters.writes_dropped += bool(self._missing(chunk))
 
     def drain(self, *, flush: bool) -> None:
         """The sidecar stops. With `flush`, host memory is lost: queue what the store lacks."""
@@ -143,7 +131,7 @@ class Writes:
         if flush and self._policy is WritePolicy.ON_EVICT:
             # Nothing is dropped for the size of the queue; only time limits a drain.
             self._queue_bytes_max = sys.maxsize
-            for chunk in self._host.orders.victims():
+            for chunk in self._host.victims():
                 self._enqueue(chunk)
 
     def _write_ahead(self) -> None:
@@ -155,14 +143,13 @@ class Writes:
         if self._filled_bytes * AHEAD_STEPS < ahead_bytes:
             return
         self._filled_bytes = 0
-        orders = self._host.orders
-        self._write_coldest(orders.victims(), ahead_bytes - self._host.slots.free_bytes())
+        self._write_coldest(self._host.victims(), ahead_bytes - self._host.slots.free_bytes())
         for account in self._tenants:
             # A tenant at its limit evicts its own chunks, which may be young among all.
             limit = account.quota.host_bytes_max
             if limit is not None and account.order is not None:
                 num_bytes = int(limit * AHEAD_SHARE) - limit + account.host_bytes
-                self._write_coldest(orders.victims(account.order), num_bytes)
+                self._write_coldest(self._host.victims(account.order), num_bytes)
 
     def _write_coldest(self, coldest: Iterator[Chunk], num_bytes: int) -> None:
         """Have this many bytes from the cold end on written."""
@@ -172,8 +159,6 @@ class Writes:
                 break
             num_bytes -= chunk.realm.chunk_bytes
             self._enqueue(chunk)
-
-    # --- the queue -----------------------------------------------------------------------------
 
     def _missing(self, chunk: Chunk) -> list[int]:
         """Ranks whose segment the store lacks and nobody writes."""
@@ -186,7 +171,7 @@ class Writes:
 
     def _enqueue(self, chunk: Chunk) -> None:
         """Queue a write for every rank of a complete chunk that the store lacks."""
-        if chunk in self.pending or not chunk.loadable or chunk.stays:
+        if chunk in self.pending or not chunk.loadable or chunk.retention.stays:
             return
         ranks = self._missing(chunk)
         if not ranks:
@@ -221,13 +206,11 @@ class Writes:
         self._take_out(chunk)
         self._counters.writes_dropped += 1
 
-    # --- writing -------------------------------------------------------------------------------
-
     def pump(self, now: float) -> None:
         """Start as many writes as may run."""
         if self._policy is WritePolicy.ON_EVICT:
             self._write_ahead()
-        while len(self._running) < self._inflight_max and self._breaker.passes(now):
+        while len(self._running) < self._inflight_max and self.breaker.passes(now):
             while not self.pending and (restored := self._next_restored()) is not None:
                 self._enqueue(restored)
             if not self.pending:
@@ -243,7 +226,7 @@ class Writes:
             if not pending.ranks:
                 del self.pending[chunk]
             if not chunk.realm.obtainable(chunk.key) >> segment.rank & 1:
-                self._breaker.begin(now)
+                self.breaker.begin(now)
                 self._start(segment, pending)
             else:
                 self._settle(segment)
@@ -303,17 +286,17 @@ class Writes:
         chunk = segment.chunk
         self._host.release(segment)
         if event.outcome is StoreOutcome.OK:
-            self._breaker.succeeded()
+            self.breaker.succeeded()
             segment.verified |= verifies
             self._counters.writes_unverified += not verifies
             self._store.written(segment, event)
         elif event.outcome is StoreOutcome.CORRUPT:
             self._counters.writes_failed += 1
             # Found before anything was sent, so it says nothing about the store.
-            self._breaker.abandoned(now)
+            self.breaker.abandoned(now)
             self._host.quarantine(chunk)
         else:
-            self._breaker.failed(now)
+            self.breaker.failed(now)
             expired = event.outcome is StoreOutcome.EXPIRED
             self._counters.writes_expired += expired
             self._counters.writes_failed += not expired

@@ -28,9 +28,10 @@ import anyio
 import numpy as np
 import numpy.typing as npt
 
-from sidecar.core.commands import Copied, CopyOutcome, Gather, Scatter
+from sidecar.core.commands import Copied, Gather, Scatter
 from sidecar.data.copy_queue import CopyGroup, CopyQueue
 from sidecar.logs import fields, traceback_end
+from sidecar.protocol import Outcome
 from tiers.errors import ChunkCorrupt
 from tiers.kv.slot_image import payload_hasher
 from tiers.store.client import run_to_end
@@ -116,7 +117,7 @@ class Copies:
     def drop(self, session: Session) -> None:
         """End the groups of a closed session that have not started."""
         for group in self.queue.drop(session):
-            self._finished(group.all_ended(CopyOutcome.REVOKED, "the session ended"))
+            self._finished(group.all_ended(Outcome.REVOKED, "the session ended"))
 
     async def _gate(self) -> None:
         """Let groups through as their fences are reached; give up those past their deadline."""
@@ -133,7 +134,7 @@ class Copies:
                 revoking = group.memory.fence.revoking
                 what = "the worker revoked" if revoking else f"fence {group.fence} was not reached"
                 detail = f"{what} until the job's deadline"
-                self._finished(group.all_ended(CopyOutcome.EXPIRED, detail))
+                self._finished(group.all_ended(Outcome.EXPIRED, detail))
 
     async def _copier(self, threads: DedicatedThreads) -> None:
         while True:
@@ -143,7 +144,7 @@ class Copies:
                 continue
             if time.monotonic() > group.deadline:
                 detail = "no copy thread was free before the job's deadline"
-                self._finished(group.all_ended(CopyOutcome.EXPIRED, detail))
+                self._finished(group.all_ended(Outcome.EXPIRED, detail))
                 continue
             self._running += 1
             self._loads_running += group.is_load
@@ -165,10 +166,10 @@ class Copies:
 
     def _retry(self, group: CopyGroup) -> None:
         if group.memory.ended:
-            self._finished(group.all_ended(CopyOutcome.REVOKED, "the session ended"))
+            self._finished(group.all_ended(Outcome.REVOKED, "the session ended"))
         elif time.monotonic() > group.deadline:
             detail = "the worker held its fence page until after the job's deadline"
-            self._finished(group.all_ended(CopyOutcome.EXPIRED, detail))
+            self._finished(group.all_ended(Outcome.EXPIRED, detail))
         else:
             self.queue.put_back(group)
             self._arrived.set()
@@ -177,7 +178,7 @@ class Copies:
         self, group: CopyGroup, threads: DedicatedThreads, *, mapped: bool
     ) -> list[Copied] | None:
         if not mapped:
-            return group.all_ended(CopyOutcome.REVOKED, "the session ended")
+            return group.all_ended(Outcome.REVOKED, "the session ended")
         copy = scatter_group if group.is_load else gather_group
         try:
             return await run_to_end(lambda: copy(group, self._pool), self._limiter, threads=threads)
@@ -194,7 +195,7 @@ class Copies:
                     traceback=traceback_end(error),
                 ),
             )
-            return group.all_ended(CopyOutcome.FAILED, str(error))
+            return group.all_ended(Outcome.FAILED, str(error))
 
 
 def gather_group(group: CopyGroup, pool: Memory) -> list[Copied]:
@@ -211,7 +212,7 @@ def gather_group(group: CopyGroup, pool: Memory) -> list[Copied]:
 
     with group.memory.fence.copying(group.job_id) as valid, contextlib.ExitStack() as begun:
         if not valid:
-            return group.all_ended(CopyOutcome.REVOKED, "the worker took its blocks back")
+            return group.all_ended(Outcome.REVOKED, "the worker took its blocks back")
         for command, transfer in _one_ahead(_only(Gather, group.commands), begin, begun):
             try:
                 hasher = payload_hasher()
@@ -220,14 +221,14 @@ def gather_group(group: CopyGroup, pool: Memory) -> list[Copied]:
                 _logger.error(  # noqa: TRY400
                     "gather failed", extra=fields(key=command.key, traceback=traceback_end(error))
                 )
-                ended.append(Copied(command.copy_id, CopyOutcome.FAILED, str(error)))
+                ended.append(Copied(command.copy_id, Outcome.FAILED, str(error)))
             else:
                 copied.append((command, hasher.digest()))
     for command, checksum in copied:
         template = templates[len(command.block_ids)]
         slot = pool[command.slot : command.slot + template.image_bytes]
         template.seal(slot, command.key, command.parent, command.token_ids, checksum=checksum)
-        ended.append(Copied(command.copy_id, CopyOutcome.OK))
+        ended.append(Copied(command.copy_id, Outcome.OK))
     return ended
 
 
@@ -242,18 +243,18 @@ def scatter_group(group: CopyGroup, pool: Memory) -> list[Copied]:
 
     with group.memory.fence.copying(group.job_id) as valid, contextlib.ExitStack() as begun:
         if not valid:
-            return group.all_ended(CopyOutcome.REVOKED, "the worker took its blocks back")
+            return group.all_ended(Outcome.REVOKED, "the worker took its blocks back")
         for command, transfer in _one_ahead(commands, begin, begun):
             try:
                 _finish_scatter(group, command, pool, transfer)
             except ChunkCorrupt as error:
                 corrupt[command.copy_id] = str(error)
     if not corrupt:
-        return group.all_ended(CopyOutcome.OK)
+        return group.all_ended(Outcome.OK)
     return [
-        Copied(command.copy_id, CopyOutcome.CORRUPT, corrupt[command.copy_id])
+        Copied(command.copy_id, Outcome.CORRUPT, corrupt[command.copy_id])
         if command.copy_id in corrupt
-        else Copied(command.copy_id, CopyOutcome.FAILED, "another chunk of the job is corrupt")
+        else Copied(command.copy_id, Outcome.FAILED, "another chunk of the job is corrupt")
         for command in commands
     ]
 

@@ -19,11 +19,12 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from sidecar.core.commands import Copied, CopyOutcome, Gather, Scatter
+from sidecar.core.commands import Copied, Gather, Scatter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from sidecar.protocol import Outcome
     from sidecar.sessions.namespaces import RankLayout
     from sidecar.sessions.session import Session
     from sidecar.sessions.worker_memory import WorkerMemory
@@ -72,7 +73,7 @@ class CopyGroup:
         fence = self.memory.fence
         return fence.reached(self.fence) and not fence.revoking
 
-    def all_ended(self, outcome: CopyOutcome, detail: str = "") -> list[Copied]:
+    def all_ended(self, outcome: Outcome, detail: str = "") -> list[Copied]:
         """The same outcome for every command."""
         return [Copied(command.copy_id, outcome, detail) for command in self.commands]
 

@@ -25,7 +25,6 @@ import anyio.abc
 from sidecar.core.commands import (
     Command,
     Copied,
-    CopyOutcome,
     Event,
     Gather,
     IndexOffer,
@@ -45,6 +44,7 @@ from sidecar.data.copy_queue import CopyGroup
 from sidecar.data.index_writer import IndexUpdater
 from sidecar.data.read import SegmentReader
 from sidecar.logs import fields
+from sidecar.protocol import Outcome
 from tiers.catalog.names import object_name
 from tiers.catalog.rows import Row
 from tiers.errors import ChunkCorrupt, TierExpired, TierFull, TierUnavailable
@@ -159,7 +159,7 @@ class Executor:
         session = self._sessions.get(first.session_id)
         if session is None or session.memory is None:
             for command in commands:
-                self._feed(Copied(command.copy_id, CopyOutcome.REVOKED, "the session ended"))
+                self._feed(Copied(command.copy_id, Outcome.REVOKED, "the session ended"))
             return
         loading = isinstance(first, Scatter)
         seconds = self._load_deadline_seconds if loading else self._store_deadline_seconds

@@ -132,8 +132,7 @@ def _restored(image: FoundImage) -> RestoredSlot:
         tenant=tenant,
         sealed=image.sealed,
         used=image.used,
-        expires_at=retention.expires_at,
-        stays=retention.stays,
+        retention=retention,
     )
 
 

@@ -102,7 +102,7 @@ class HostContents:
                 _describe(name, realms) | await self._usage_of(realms)
                 for name, realms in chosen.items()
             ]
-        unclaimed = self._dispatcher.engine.snapshot().unclaimed_bytes
+        unclaimed = self._dispatcher.engine.host.restored_slots.num_bytes
         return {"namespaces": found, "unclaimed_bytes": unclaimed}
 
     async def _usage_of(self, realms: list[RealmLayout]) -> Document:

@@ -32,7 +32,6 @@ from tiers.store.middleware import OPERATIONS
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from sidecar.core.commands import EngineSnapshot
     from sidecar.observe.http import HttpRefusals
     from sidecar.service.dispatcher import Dispatcher
     from sidecar.service.watchdog import Watchdog
@@ -64,12 +63,11 @@ class SidecarCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Every metric, as of now."""
-        now = self._dispatcher.engine.snapshot()
         values = (
-            _engine(self._dispatcher, now)
-            | _tenants(self._dispatcher, now)
-            | _host(self._dispatcher, now)
-            | _store(self._dispatcher, now)
+            _engine(self._dispatcher)
+            | _tenants(self._dispatcher)
+            | _host(self._dispatcher)
+            | _store(self._dispatcher)
             | _catalog(self._dispatcher)
             | _sockets(self._dispatcher)
             | _events(self._dispatcher)
@@ -94,33 +92,34 @@ def _fields(prefix: str, counts: Any) -> Values:
     return {prefix + name: value for name, value in dataclasses.asdict(counts).items()}
 
 
-def _engine(dispatcher: Dispatcher, now: EngineSnapshot) -> Values:
-    shares = dispatcher.engine.shares.shares
-    return _fields("", dispatcher.engine.counters) | {
+def _engine(dispatcher: Dispatcher) -> Values:
+    engine, shares = dispatcher.engine, dispatcher.engine.shares.shares
+    directory = engine.directory
+    return _fields("", engine.counters) | {
         "info": {version(): 1},
         "start_time_seconds": dispatcher.started,
         "last_stop_objects_lost": dispatcher.lost_before,
         "tasks": len(asyncio.all_tasks()),
-        "draining": int(now.draining),
-        "chunks": {"host": now.chunks_in_host, "store": now.chunks_in_store},
-        "leases": now.leases,
-        "lookups_waiting": now.lookups,
-        "pending": dataclasses.asdict(now.pending),
+        "draining": int(engine.draining),
+        "chunks": {"host": directory.chunks_in_host, "store": directory.chunks_in_store},
+        "leases": len(engine.leases),
+        "lookups_waiting": len(engine.lookups),
+        "pending": dataclasses.asdict(engine.pending_work()),
         "waiting": {name: share.used for name, share in shares.items()},
         "waiting_max": {name: share.limit for name, share in shares.items()},
-        "refused": dict(dispatcher.engine.shares.refused),
+        "refused": dict(engine.shares.refused),
     }
 
 
-def _tenants(dispatcher: Dispatcher, now: EngineSnapshot) -> Values:
-    tenants = tenants_of(dispatcher, now)
+def _tenants(dispatcher: Dispatcher) -> Values:
+    tenants = tenants_of(dispatcher)
     names = set(tenants[0]) - {"name"}
     if dispatcher.catalogs is None:
         names = {name for name in names if not name.startswith("store_")}
     return {f"tenant_{name}": {one["name"]: one[name] or 0 for one in tenants} for name in names}
 
 
-def tenants_of(dispatcher: Dispatcher, now: EngineSnapshot) -> list[dict[str, Any]]:
+def tenants_of(dispatcher: Dispatcher) -> list[dict[str, Any]]:
     """Limits, counters and what is held of each tenant, by the names of the metrics."""
     names, catalogs = dispatcher.engine.tenants.names, dispatcher.catalogs
     held: defaultdict[str, Usage] = defaultdict(Usage)
@@ -140,18 +139,18 @@ def tenants_of(dispatcher: Dispatcher, now: EngineSnapshot) -> list[dict[str, An
             "store_bytes": held[one.name].size_bytes,
             "store_objects": held[one.name].objects,
         }
-        for one in now.tenants
+        for one in dispatcher.engine.tenants.snapshot()
     ]
 
 
-def _host(dispatcher: Dispatcher, now: EngineSnapshot) -> Values:
+def _host(dispatcher: Dispatcher) -> Values:
     stats, realms = dispatcher.pool.stats(), dispatcher.realms
     return {
         "host_bytes": {
             "size": stats.size_bytes,
             "used": stats.used_bytes,
             "slabs": stats.slab_bytes,
-            "unclaimed": now.unclaimed_bytes,
+            "unclaimed": dispatcher.engine.host.restored_slots.num_bytes,
         },
         "host_slots": {(str(one.slot_bytes), "used"): one.slots_used for one in stats.classes}
         | {(str(one.slot_bytes), "free"): one.slots_free for one in stats.classes},
@@ -162,7 +161,7 @@ def _host(dispatcher: Dispatcher, now: EngineSnapshot) -> Values:
     }
 
 
-def _store(dispatcher: Dispatcher, now: EngineSnapshot) -> Values:
+def _store(dispatcher: Dispatcher) -> Values:
     store, watch = dispatcher.store, dispatcher.watch
     if store is None or watch is None:
         return {}
@@ -173,7 +172,7 @@ def _store(dispatcher: Dispatcher, now: EngineSnapshot) -> Values:
             way: int(one.state is not BreakerState.CLOSED) for way, one in breakers.items()
         },
         "store_pauses": {way: one.opened for way, one in breakers.items()},
-        "write_queue_bytes": now.write_queue_bytes,
+        "write_queue_bytes": dispatcher.engine.writes.pending_bytes,
         "store_listings": watch.listings,
         "store_listings_failed": watch.listings_failed,
         "store_calls": {verb: counts.calls for verb, counts in verbs.items()},

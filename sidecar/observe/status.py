@@ -15,7 +15,7 @@ import dataclasses
 import json
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from typing import TYPE_CHECKING, Any, Final
 
 from sidecar.observe.metrics import catalog_counts, tenants_of, version
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sidecar.config.store import PriceSettings, StoreSettings
-    from sidecar.core.commands import Counters, EngineSnapshot
+    from sidecar.core.commands import Counters
     from sidecar.service.dispatcher import Dispatcher
     from sidecar.service.watchdog import Watchdog
     from sidecar.sessions.namespaces import RealmLayout
@@ -82,10 +82,10 @@ class SidecarStatus:
     def document(self) -> Document:
         """The status as of now."""
         dispatcher = self._dispatcher
-        now = dispatcher.engine.snapshot()
+        engine = dispatcher.engine
         ready, readiness = self._watchdog.readiness()
-        counters = dataclasses.asdict(dispatcher.engine.counters)
-        shares = dispatcher.engine.shares
+        counters = dataclasses.asdict(engine.counters)
+        sessions = Counter(session.realm_id for session in engine.sessions.values())
         return {
             "version": version(),
             "protocol_version": PROTOCOL_VERSION,
@@ -97,17 +97,17 @@ class SidecarStatus:
             "ready": ready,
             "state": readiness["state"],
             "problems": readiness["problems"],
-            "tiers": {"host": _host_tier(dispatcher, now), "store": self._store_tier(now)},
+            "tiers": {"host": _host_tier(dispatcher), "store": self._store_tier()},
             "hits": {
-                **_pick(dispatcher.engine.counters, "chunks_loaded bytes_loaded loads_served"),
+                **_pick(engine.counters, "chunks_loaded bytes_loaded loads_served"),
                 "loads_missed": sum(counters[f"loads_{how}"] for how in _LOADS_MISSED),
-                **_pick(dispatcher.engine.counters, "lookups lookups_expired chunks_read"),
+                **_pick(engine.counters, "lookups lookups_expired chunks_read"),
             },
             "counters": counters,
             "rates": self._rates.document(),
-            "pending": dataclasses.asdict(now.pending),
-            "leases": now.leases,
-            "lookups": now.lookups,
+            "pending": dataclasses.asdict(engine.pending_work()),
+            "leases": len(engine.leases),
+            "lookups": len(engine.lookups),
             "tasks": len(asyncio.all_tasks()),
             "sockets": _pick(
                 dispatcher.socket_stats,
@@ -116,8 +116,12 @@ class SidecarStatus:
             ),
             "realms": [
                 _realm(dispatcher.realms[one.realm_id])
-                | _pick(one, "sessions chunks_in_host chunks_in_store")
-                for one in now.realms
+                | {
+                    "sessions": sessions[one.realm_id],
+                    "chunks_in_host": one.hosted_chunks,
+                    "chunks_in_store": one.stored_chunks,
+                }
+                for one in engine.directory.realms.values()
             ],
             "index": {
                 "size_bytes": dispatcher.index_bytes,
@@ -131,10 +135,12 @@ class SidecarStatus:
                     "limit": share.limit,
                     "largest_session": max(share.by_session.values(), default=0),
                 }
-                for name, share in shares.shares.items()
+                for name, share in engine.shares.shares.items()
             },
-            "refused": {f"{what}/{why}": count for (what, why), count in shares.refused.items()},
-            "tenants": tenants_of(dispatcher, now),
+            "refused": {
+                f"{what}/{why}": count for (what, why), count in engine.shares.refused.items()
+            },
+            "tenants": tenants_of(dispatcher),
             "events": _event_stream(dispatcher),
             "sessions": _sessions(dispatcher),
             "uncached": [
@@ -144,7 +150,7 @@ class SidecarStatus:
             ],
         }
 
-    def _store_tier(self, now: EngineSnapshot) -> Document | None:
+    def _store_tier(self) -> Document | None:
         dispatcher = self._dispatcher
         store, watch, settings = dispatcher.store, dispatcher.watch, dispatcher.config.store
         if store is None or watch is None or settings is None:
@@ -157,8 +163,8 @@ class SidecarStatus:
             "reason": watch.health.reason,
             "reads": dispatcher.engine.breakers["read"].state,
             "writes": dispatcher.engine.breakers["write"].state,
-            "write_queue_bytes": now.write_queue_bytes,
-            "chunks": now.chunks_in_store,
+            "write_queue_bytes": dispatcher.engine.writes.pending_bytes,
+            "chunks": dispatcher.engine.directory.chunks_in_store,
             "listings": watch.listings,
             "catalog": catalog_counts(dispatcher) | {"compacts": watch.health.creates},
             "collection": _collection(dispatcher),
@@ -210,14 +216,14 @@ def _seconds_since(moment: float) -> float:
     return round(time.monotonic() - moment, 3)
 
 
-def _host_tier(dispatcher: Dispatcher, now: EngineSnapshot) -> Document:
-    stats, pool = dispatcher.pool.stats(), dispatcher.pool
+def _host_tier(dispatcher: Dispatcher) -> Document:
+    stats, pool, engine = dispatcher.pool.stats(), dispatcher.pool, dispatcher.engine
     return {
         "policy": dispatcher.config.host.policy,
         **_pick(stats, "size_bytes used_bytes slab_bytes"),
-        "unclaimed_bytes": now.unclaimed_bytes,
-        "slots_unclaimed": now.slots_unclaimed,
-        "chunks": now.chunks_in_host,
+        "unclaimed_bytes": engine.host.restored_slots.num_bytes,
+        "slots_unclaimed": len(engine.host.restored_slots),
+        "chunks": engine.directory.chunks_in_host,
         "numa": pool.placement.describe(pool.memory),
         "classes": [dataclasses.asdict(one) for one in stats.classes],
     }

@@ -49,7 +49,7 @@ from sidecar.sessions.gpus import Gpus
 from sidecar.sessions.namespaces import RealmLayout, Realms
 from sidecar.sessions.session import Session, Sessions
 from sidecar.transport.zmtp_server import Sent
-from tiers.policy import make as make_policy
+from tiers.policy import POLICIES
 
 if TYPE_CHECKING:
     from sidecar.config.model import Config
@@ -109,10 +109,10 @@ class Dispatcher:
         self.slots = PoolSlots(pool)
         self.engine = Engine(
             self.slots,
-            make_policy(config.host.policy),
+            POLICIES[config.host.policy](),
             _engine_limits(config),
             epoch=epoch,
-            tenants=Tenants(config.tenants.rules(), lambda: make_policy(config.host.policy)),
+            tenants=Tenants(config.tenants.rules(), POLICIES[config.host.policy]),
             admit_write=self._admits,
             room_to_write=self._has_room,
             notify=self._notify,

@@ -19,13 +19,12 @@ import numpy.typing as npt
 
 from sidecar.core.commands import (
     Copied,
-    CopyOutcome,
     Event,
     Gather,
     Scatter,
 )
 from sidecar.data.copy_queue import CopyGroup
-from sidecar.protocol import Role
+from sidecar.protocol import Outcome, Role
 from sidecar.sessions.namespaces import RankLayout, RealmLayout, Realms
 from sidecar.sessions.session import Session, Sessions
 from sidecar.sessions.worker_memory import WorkerMemory, take_memory
@@ -77,7 +76,7 @@ class Bench:
     def group(self, *commands: Gather | Scatter, seconds: float = 60) -> CopyGroup:
         return CopyGroup(self.session, self.memory, self.rank, commands, time.monotonic() + seconds)
 
-    async def wait(self, count: int) -> dict[int, CopyOutcome]:
+    async def wait(self, count: int) -> dict[int, Outcome]:
         await until(lambda: len(self.ended) >= count)
         return {event.copy_id: event.outcome for event in self.ended}
 

@@ -15,7 +15,6 @@ from hypothesis.stateful import RuleBasedStateMachine
 
 from sidecar.core.commands import (
     Command,
-    CopyOutcome,
     Draining,
     Gather,
     Reply,
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from sidecar.core.tenants import Tenants
-    from tiers.policy.policy import Policy
+    from tiers.policy import Policy
 
 Name = tuple[int, bytes]
 
@@ -47,7 +46,7 @@ class OwedJob:
     loading: bool
     chunks: int
     copies: set[int]
-    results: list[CopyOutcome] = field(default_factory=list[CopyOutcome])
+    results: list[Outcome] = field(default_factory=list[Outcome])
 
 
 @dataclass
@@ -130,12 +129,12 @@ class EngineModel(RuleBasedStateMachine):
             most = account.quota.host_bytes_max
             assert most is None or account.host_bytes <= most, "a tenant is over its limit"
         self.held = held
-        snapshot = self.world.engine.snapshot()
-        assert len(self.world.engine.host.allocated) == len(self.world.content)
-        assert snapshot.leases >= len(self.leases), "a lease ended early"
-        assert snapshot.lookups >= len(self.waiting) + len(self.answered), "a lookup ended early"
-        assert snapshot.chunks_in_host == len(held)
-        assert snapshot.chunks_in_store == len(in_store)
+        engine = self.world.engine
+        assert len(engine.host.allocated) == len(self.world.content)
+        assert len(engine.leases) >= len(self.leases), "a lease ended early"
+        assert len(engine.lookups) >= len(self.waiting) + len(self.answered), "a lookup ended early"
+        assert engine.directory.chunks_in_host == len(held)
+        assert engine.directory.chunks_in_store == len(in_store)
 
     def absorb_message(self, reply: Reply) -> None:
         message = reply.message
@@ -150,7 +149,7 @@ class EngineModel(RuleBasedStateMachine):
 
     def job_done(self, job: OwedJob, outcome: Outcome) -> None:
         assert not job.copies, "answered before its last copy ended"
-        fine = set(job.results) <= {CopyOutcome.OK}
+        fine = set(job.results) <= {Outcome.OK}
         if job.loading:
             if outcome is Outcome.OK:
                 assert fine
@@ -279,16 +278,16 @@ class EngineModel(RuleBasedStateMachine):
             if (scheduler.realm_id, scheduler.engine_id, lease_id) == name:
                 del self.leases[owner, lease_id]
 
-    def end_copy(self, copy_id: int, outcome: CopyOutcome) -> None:
+    def end_copy(self, copy_id: int, outcome: Outcome) -> None:
         scatter = self.world.scatters.get(copy_id)
         buried = None
-        if scatter is not None and outcome is CopyOutcome.CORRUPT:
+        if scatter is not None and outcome is Outcome.CORRUPT:
             buried = (scatter.realm_id, scatter.key)
         for (session_id, job_id), job in list(self.jobs.items()):
             if copy_id in job.copies:
                 job.copies.remove(copy_id)
-                gathered_corrupt = not job.loading and outcome is CopyOutcome.CORRUPT
-                job.results.append(CopyOutcome.FAILED if gathered_corrupt else outcome)
+                gathered_corrupt = not job.loading and outcome is Outcome.CORRUPT
+                job.results.append(Outcome.FAILED if gathered_corrupt else outcome)
                 if job.loading and not job.copies:
                     self.rank_finished(session_id, job_id)
                 if not job.copies and session_id not in self.world.sessions:

@@ -37,7 +37,7 @@ from tests.sidecar.strict_pool import SlabSlots
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tiers.policy.policy import Policy
+    from tiers.policy import Policy
 
 
 @dataclass
@@ -232,7 +232,7 @@ class Watched:
         whole = {slot for slot, one in self.content.items() if one.sealed and not one.dead}
         assert set(self.slots.sealed) == whole, "the pool would bring back other slots"
         unclaimed = sum(not one.adopted for one in self.content.values())
-        assert self.engine.snapshot().slots_unclaimed == unclaimed
+        assert len(self.engine.host.restored_slots) == unclaimed
 
     def _bury(self, content: Content) -> None:
         """Corrupt: all slots that the chunk has now are dead. Those of a dead chunk already are."""

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from sidecar.core.commands import (
     Command,
     Copied,
-    CopyOutcome,
     Draining,
     ForgetRealms,
     Gather,
@@ -36,6 +35,7 @@ from sidecar.protocol import (
     LoadChunk,
     LoadJob,
     Lookup,
+    Outcome,
     Pin,
     Role,
     StoreChunk,
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sidecar.core.tenants import Tenants
-    from tiers.policy.policy import Policy
+    from tiers.policy import Policy
 
 
 @dataclass
@@ -130,14 +130,14 @@ class World(Watched):
             if found and content.retention.expires_at > self.now:
                 self.coming.add(slot)
 
-    def copied(self, copy_id: int, outcome: CopyOutcome = CopyOutcome.OK) -> list[Command]:
+    def copied(self, copy_id: int, outcome: Outcome = Outcome.OK) -> list[Command]:
         scatter = self.scatters.pop(copy_id, None)
         if scatter is None:
             gather = self.gathers.pop(copy_id)
-            self.content[gather.slot].sealed = outcome is CopyOutcome.OK
-        elif outcome is CopyOutcome.CORRUPT:
+            self.content[gather.slot].sealed = outcome is Outcome.OK
+        elif outcome is Outcome.CORRUPT:
             self._bury(self.content[scatter.slot])
-        elif outcome is CopyOutcome.OK and scatter.verify:
+        elif outcome is Outcome.OK and scatter.verify:
             self.content[scatter.slot].verified = True
         return self.send(Copied(copy_id, outcome))
 
@@ -302,8 +302,7 @@ class World(Watched):
             tenant=tenant,
             sealed=sealed,
             used=used,
-            expires_at=retention.expires_at,
-            stays=retention.stays,
+            retention=retention,
         )
 
     def drain(self) -> None:

@@ -15,13 +15,12 @@ import numpy as np
 import pytest
 
 from sidecar.core.commands import (
-    CopyOutcome,
     Gather,
     Scatter,
 )
 from sidecar.data.copies import Copies, gather_group
 from sidecar.data.copy_queue import CopyGroup
-from sidecar.protocol import Role
+from sidecar.protocol import Outcome, Role
 from sidecar.sessions.worker_memory import HostMapping
 from tests import places
 from tests.offsets import offset_of
@@ -47,12 +46,12 @@ async def running(bench: Bench, threads: int = 1) -> AsyncIterator[Copies]:
 async def test_gathered_slots_verify_and_scatter_back(bench: Bench) -> None:
     async with running(bench) as work:
         work.add(bench.group(bench.gather(0, blocks=4), bench.gather(4, blocks=2)))
-        assert set((await bench.wait(2)).values()) == {CopyOutcome.OK}
+        assert set((await bench.wait(2)).values()) == {Outcome.OK}
         template = bench.rank.templates[4]
         meta = template.verify(bench.pool[: template.image_bytes], key_of(0))
         assert meta.num_blocks == 4
         work.add(bench.group(Scatter(9, 1, 2, 0, 1, 0, 0, key_of(0), (10, 11, 12), 4, 1)))
-        assert (await bench.wait(3))[9] is CopyOutcome.OK
+        assert (await bench.wait(3))[9] is Outcome.OK
         for source, target in ((1, 10), (2, 11), (3, 12)):
             places = [offset_of(LAYOUT, 2, block, 3, 15) for block in (source, target)]
             first, second = (bench.bytes[place : place + 64] for place in places)
@@ -77,7 +76,7 @@ async def test_a_copy_does_not_stand_behind_others_where_work_for_the_store_does
         # Its thread is free then, and would be the one to be used again.
         assert await run_to_end(niceness, anyio.CapacityLimiter(1)) > niceness()
         work.add(bench.group(bench.gather(0)))
-        assert set((await bench.wait(1)).values()) == {CopyOutcome.OK}
+        assert set((await bench.wait(1)).values()) == {Outcome.OK}
     assert found == [niceness()]
 
 
@@ -85,10 +84,10 @@ async def test_fence_that_is_never_reached_expires_at_the_deadline(bench: Bench)
     async with running(bench) as work:
         work.add(bench.group(bench.gather(0, fence=3), seconds=0.02))
         work.add(bench.group(bench.gather(1, fence=3, job=2)))
-        assert await bench.wait(1) == {0: CopyOutcome.EXPIRED}
+        assert await bench.wait(1) == {0: Outcome.EXPIRED}
         assert "fence 3" in bench.ended[0].detail
         bench.fence.signal(3)
-        assert (await bench.wait(2))[1] is CopyOutcome.OK
+        assert (await bench.wait(2))[1] is Outcome.OK
         assert work.pending == 0
 
 
@@ -136,7 +135,7 @@ async def test_a_copy_whose_turn_comes_too_late_does_not_start(bench: Bench) -> 
     before = bench.pool.copy()
     async with running(bench) as work:
         work.add(bench.group(bench.gather(0), seconds=-1))
-        assert await bench.wait(1) == {0: CopyOutcome.EXPIRED}
+        assert await bench.wait(1) == {0: Outcome.EXPIRED}
     assert np.array_equal(before, bench.pool)
 
 
@@ -149,7 +148,7 @@ async def test_no_copy_starts_while_the_worker_waits_to_revoke(bench: Bench) -> 
         await anyio.sleep(0.02)
         assert not bench.ended
         assert bench.fence.try_revoke(2)
-        assert await bench.wait(2) == {0: CopyOutcome.REVOKED, 1: CopyOutcome.OK}
+        assert await bench.wait(2) == {0: Outcome.REVOKED, 1: Outcome.OK}
 
 
 async def test_large_stores_are_cut_into_parts(
@@ -159,7 +158,7 @@ async def test_large_stores_are_cut_into_parts(
     async with running(bench) as work:
         work.add(bench.group(*(bench.gather(number) for number in range(5))))
         assert work.pending == 3
-        assert set((await bench.wait(5)).values()) == {CopyOutcome.OK}
+        assert set((await bench.wait(5)).values()) == {Outcome.OK}
 
 
 async def test_revoked_group_touches_nothing(bench: Bench) -> None:
@@ -170,7 +169,7 @@ async def test_revoked_group_touches_nothing(bench: Bench) -> None:
         assert bench.fence.try_revoke(3)
         work.add(bench.group(bench.scatter(0, 9), bench.scatter(1, 8)))
         ended = await bench.wait(4)
-        assert ended[100] is ended[101] is CopyOutcome.REVOKED
+        assert ended[100] is ended[101] is Outcome.REVOKED
         assert np.array_equal(before, bench.bytes)
 
 
@@ -180,12 +179,12 @@ async def test_worker_stopped_while_it_revokes_holds_up_nobody(bench: Bench) -> 
     fcntl.fcntl(lock, 37, kind)
     async with running(bench) as work:
         work.add(bench.group(bench.gather(0), seconds=0.02))
-        assert await bench.wait(1) == {0: CopyOutcome.EXPIRED}
+        assert await bench.wait(1) == {0: Outcome.EXPIRED}
         work.add(bench.group(bench.gather(1)))
         await anyio.sleep(0.02)
         assert len(bench.ended) == 1
         os.close(lock)
-        assert (await bench.wait(2))[1] is CopyOutcome.OK
+        assert (await bench.wait(2))[1] is Outcome.OK
 
 
 async def test_bad_blocks_fail_alone(bench: Bench) -> None:
@@ -193,7 +192,7 @@ async def test_bad_blocks_fail_alone(bench: Bench) -> None:
     async with running(bench) as work:
         work.add(bench.group(bench.gather(0), bad, bench.gather(1)))
         ended = await bench.wait(3)
-    assert ended == {0: CopyOutcome.OK, 5: CopyOutcome.FAILED, 1: CopyOutcome.OK}
+    assert ended == {0: Outcome.OK, 5: Outcome.FAILED, 1: Outcome.OK}
 
 
 async def test_corrupt_chunk_makes_a_miss_of_the_whole_job(bench: Bench) -> None:
@@ -204,8 +203,8 @@ async def test_corrupt_chunk_makes_a_miss_of_the_whole_job(bench: Bench) -> None
         work.add(bench.group(bench.scatter(0, 9), bench.scatter(1, 8)))
         ended = await bench.wait(4)
     # Its blocks hold whatever was copied; the engine reads none of them before computing them.
-    assert ended[100] is CopyOutcome.FAILED
-    assert ended[101] is CopyOutcome.CORRUPT
+    assert ended[100] is Outcome.FAILED
+    assert ended[101] is Outcome.CORRUPT
 
 
 async def test_end_of_session_revokes_what_has_not_started(bench: Bench) -> None:
@@ -213,7 +212,7 @@ async def test_end_of_session_revokes_what_has_not_started(bench: Bench) -> None
         work.add(bench.group(bench.gather(0, fence=9), bench.gather(1, fence=9)))
         bench.sessions.close(bench.session)
         work.drop(bench.session)
-        assert set((await bench.wait(2)).values()) == {CopyOutcome.REVOKED}
+        assert set((await bench.wait(2)).values()) == {Outcome.REVOKED}
         assert work.pending == 0
         assert not bench.memory.mapped
 

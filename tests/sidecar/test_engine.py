@@ -8,7 +8,6 @@ import pytest
 
 from sidecar.core.commands import (
     Copied,
-    CopyOutcome,
     Draining,
     Gather,
     IndexSet,
@@ -118,7 +117,7 @@ def test_draining_ends_stores_and_lookups_and_writes_the_rest() -> None:
     world.settle()
     assert world.engine.pending_work().idle
     assert world.engine.counters.chunks_written == 3
-    assert world.engine.snapshot().draining
+    assert world.engine.draining
 
 
 def test_clear_gives_every_slot_back() -> None:
@@ -131,12 +130,12 @@ def test_clear_gives_every_slot_back() -> None:
     world.send(SessionClosed(scheduler))
     world.note(world.engine.clear())
     assert not world.slots.used
-    assert world.engine.snapshot().realms[0].chunks_in_store == 2
+    assert world.engine.directory.realms[0].stored_chunks == 2
 
 
 def test_an_ending_that_nobody_waits_for_is_a_bug() -> None:
     world = make_world()
-    for event in (Copied(1, CopyOutcome.OK), Written(1, StoreOutcome.OK)):
+    for event in (Copied(1, Outcome.OK), Written(1, StoreOutcome.OK)):
         with pytest.raises(KeyError):
             world.engine.handle(event, 0.0)
 

@@ -12,15 +12,15 @@ from hypothesis import settings
 from hypothesis.stateful import initialize, precondition, rule
 
 from sidecar.core.breaker import BreakerRules
-from sidecar.core.commands import CaughtUp, CopyOutcome, Read, StoreOutcome, Tick, Write
+from sidecar.core.commands import CaughtUp, Read, StoreOutcome, Tick, Write
 from sidecar.core.fair_share import ShareLimits
 from sidecar.core.outbox import WritePolicy
 from sidecar.core.tenants import Quota, TenantRules, Tenants
-from sidecar.protocol import Role
+from sidecar.protocol import Outcome, Role
 from tests.sidecar.engine_model import MAIN, OTHER, WINDOW, EngineModel
 from tests.sidecar.engine_names import GROUP_NUMBERS, layout, release
 from tests.sidecar.worlds import make_world
-from tiers.policy import make
+from tiers.policy import POLICIES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +36,9 @@ CHUNKS = st.one_of(
     st.sampled_from([[], [1], [1, 2], [1, 2, 3], [1, 2, 3, 4], MIXED]),
     st.lists(NUMBERS, min_size=1, max_size=3, unique=True),
 )
-COPY_OUTCOMES = st.sampled_from([CopyOutcome.OK, CopyOutcome.OK, *CopyOutcome])
+COPY_OUTCOMES = st.sampled_from(
+    [*3 * [Outcome.OK], Outcome.CORRUPT, Outcome.REVOKED, Outcome.EXPIRED, Outcome.FAILED]
+)
 STORE_OUTCOMES = st.sampled_from([StoreOutcome.OK, StoreOutcome.OK, *StoreOutcome])
 
 
@@ -87,13 +89,13 @@ class EngineMachine(EngineModel):
         slot_bytes = layout(0).payload_bytes(2)
         limit = Quota(None if quota is None else quota * slot_bytes)
         rules = TenantRules(named={TENANT: ("named", limit)})
-        self.new_policy = lambda: make(policy)
+        self.new_policy = lambda: POLICIES[policy]()
         self.new_tenants = lambda: Tenants(rules, self.new_policy)
         self.world = make_world(
             tenants=self.new_tenants(),
             slabs=slabs,
             slab_slots=slab_slots,
-            policy=make(policy),
+            policy=POLICIES[policy](),
             writes_inflight_max=inflight,
             reads_inflight_max=inflight,
             reads_begun_max=begun,
@@ -201,7 +203,7 @@ class EngineMachine(EngineModel):
             copies = list(self.jobs[session_id, job_id].copies)
             self.absorb(commands)
             for copy_id in copies:
-                self.end_copy(copy_id, CopyOutcome.OK)
+                self.end_copy(copy_id, Outcome.OK)
 
     @precondition(lambda self: self.has_scheduler)
     @rule(pick=PICK, chunks=CHUNKS, twice=st.booleans())
@@ -236,7 +238,7 @@ class EngineMachine(EngineModel):
 
     @precondition(lambda self: self.world.gathers or self.world.scatters)
     @rule(pick=PICK, outcome=COPY_OUTCOMES)
-    def copy_ends(self, pick: int, outcome: CopyOutcome) -> None:
+    def copy_ends(self, pick: int, outcome: Outcome) -> None:
         self.end_copy(choose([*self.world.gathers, *self.world.scatters], pick), outcome)
 
     # --- leases, lookups, and what is kept ------------------------------------------------------
@@ -421,7 +423,7 @@ class EngineMachine(EngineModel):
                 # Writing pauses after failures.
                 self.tick(10.0)
             elif self.world.gathers or self.world.scatters:
-                self.copy_ends(0, CopyOutcome.OK)
+                self.copy_ends(0, Outcome.OK)
             elif self.world.writes:
                 self.write_ends(0, StoreOutcome.OK)
             else:
@@ -430,8 +432,8 @@ class EngineMachine(EngineModel):
         assert not self.jobs, "a job was never answered"
         for session_id in list(self.world.sessions):
             self.close_session(session_id)
-        snapshot = self.world.engine.snapshot()
-        assert (snapshot.leases, snapshot.lookups, self.world.engine.host.zombies) == (0, 0, set())
+        engine = self.world.engine
+        assert (len(engine.leases), len(engine.lookups), engine.host.zombies) == (0, 0, set())
         bounds = self.world.engine.shares
         assert not any(share.used for share in bounds.shares.values()), "something still waits"
         assert not bounds.jobs.used, "a job still runs"

@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from sidecar.catalog.service import Catalogs
 from sidecar.core.commands import (
     Copied,
-    CopyOutcome,
     Event,
     IndexOffer,
     IndexSet,
@@ -29,6 +28,7 @@ from sidecar.core.commands import (
 )
 from sidecar.data.copies import Copies
 from sidecar.data.executor import Executor
+from sidecar.protocol import Outcome
 from sidecar.sessions.namespaces import RankLayout
 from tests import places
 from tests.sidecar.bench import LAYOUT, Bench, until
@@ -283,7 +283,7 @@ async def test_copies_of_a_session_that_is_gone_are_revoked(bench: Bench, tmp_pa
         executor.execute([bench.gather(0), IndexSet(1, key_of(0), in_host=True, in_store=False)])
         ended = await told(bench, 1)
         assert isinstance(ended, Copied)
-        assert ended.outcome is CopyOutcome.REVOKED
+        assert ended.outcome is Outcome.REVOKED
 
 
 async def test_a_large_index_grows_beside_the_other_commands(

@@ -142,7 +142,7 @@ class TestEngine:
         world.stored(worker, 1, [1])
         for lease_id in range(10, 14):
             world.lease(scheduler, lease_id, [1])
-        assert world.engine.snapshot().leases == 2
+        assert len(world.engine.leases) == 2
         assert world.engine.shares.refused == {("lease", "leases"): 2}
         assert only(world.load(worker, 13, [1]), Scatter)
 
@@ -156,12 +156,12 @@ class TestEngine:
         world.stored(flooding, 1, range(1, 9))
         for lease_id in range(1, 9):
             world.lease(scheduler, lease_id, [lease_id])
-        assert world.engine.snapshot().leases == 7
+        assert len(world.engine.leases) == 7
         assert world.engine.shares.refused == {("lease", "pinned"): 1}
         assert only(world.store(other, 2, [20]), Gather), "what was not pinned made room"
         # What a session pins already costs it nothing more.
         world.lease(scheduler, 20, list(range(1, 8)))
-        assert world.engine.snapshot().leases == 8
+        assert len(world.engine.leases) == 8
         world.send(SessionClosed(scheduler))
         del world.sessions[scheduler]
         assert not world.engine.shares.pinned.used

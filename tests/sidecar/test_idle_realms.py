@@ -6,7 +6,6 @@ import pytest
 
 from sidecar.core.commands import (
     CaughtUp,
-    CopyOutcome,
     ForgettingCost,
     Gather,
     Read,
@@ -88,7 +87,7 @@ def test_a_zombies_realm_stays_until_its_slot_is_free() -> None:
     world.load(worker, 2, [1])
     world.load(worker, 3, [1])
     first, second = world.scatters
-    world.copied(first, CopyOutcome.CORRUPT)
+    world.copied(first, Outcome.CORRUPT)
     leave(world)
     assert len(world.engine.host.zombies) == 1
     assert not gone(world)
@@ -130,7 +129,7 @@ def test_what_waits_for_an_engine_in_host_memory_is_no_realms() -> None:
     world.open(Role.SCHEDULER)
     leave(world)
     assert gone(world)
-    assert world.engine.snapshot().slots_unclaimed == 1
+    assert len(world.engine.host.restored_slots) == 1
     world.open(Role.WORKER)
     assert world.in_host() == {(0, key(1))}
 
@@ -155,7 +154,7 @@ def test_nothing_of_a_forgotten_realm_is_known(write: WritePolicy) -> None:
     assert engine.forgetting_cost([0]) == NOTHING
     assert not engine.directory.realms
     assert not engine.store.withdrawn
-    assert not engine.snapshot().realms
+    assert not engine.directory.realms
     # What is late is of no realm, and makes none.
     stale = engine.counters.stale_messages
     world.listed({4: RANK_0})

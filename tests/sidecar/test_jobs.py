@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from sidecar.core.commands import (
-    CopyOutcome,
     Gather,
     IndexSet,
     Received,
@@ -126,12 +125,12 @@ def test_pinned_and_busy_chunks_are_not_evicted() -> None:
 @pytest.mark.parametrize(
     ("outcome", "expected", "counter"),
     [
-        (CopyOutcome.REVOKED, Outcome.REVOKED, "stores_revoked"),
-        (CopyOutcome.FAILED, Outcome.FAILED, "stores_failed"),
-        (CopyOutcome.CORRUPT, Outcome.FAILED, "stores_failed"),
+        (Outcome.REVOKED, Outcome.REVOKED, "stores_revoked"),
+        (Outcome.FAILED, Outcome.FAILED, "stores_failed"),
+        (Outcome.CORRUPT, Outcome.FAILED, "stores_failed"),
     ],
 )
-def test_store_that_fails(outcome: CopyOutcome, expected: Outcome, counter: str) -> None:
+def test_store_that_fails(outcome: Outcome, expected: Outcome, counter: str) -> None:
     world = make_world()
     worker = world.open(Role.WORKER)
     [gather] = only(world.store(worker, 1, [1]), Gather)
@@ -218,8 +217,8 @@ def test_worst_outcome_of_a_load_is_its_outcome() -> None:
     worker = world.open(Role.WORKER)
     world.stored(worker, 1, [1, 2, 3])
     scatters = only(world.load(worker, 2, [1, 2, 3]), Scatter)
-    world.copied(scatters[0].copy_id, CopyOutcome.REVOKED)
-    world.copied(scatters[1].copy_id, CopyOutcome.FAILED)
+    world.copied(scatters[0].copy_id, Outcome.REVOKED)
+    world.copied(scatters[1].copy_id, Outcome.FAILED)
     assert messages(world.copied(scatters[2].copy_id), worker) == done(2, Outcome.FAILED)
     assert world.engine.counters.loads_failed == 1
 
@@ -231,7 +230,7 @@ def test_corrupt_slot_is_quarantined_while_another_copy_runs_on_it() -> None:
     world.stored(worker, 1, [1])
     world.settle()
     first, second = (only(world.load(worker, job, [1]), Scatter)[0] for job in (2, 3))
-    commands = world.copied(first.copy_id, CopyOutcome.CORRUPT)
+    commands = world.copied(first.copy_id, Outcome.CORRUPT)
     # What the store holds was written before, and is verified when it is read.
     assert only(commands, IndexSet) == [IndexSet(0, key(1), in_host=False, in_store=True)]
     removed = Events(EPOCH, [], [RemovedEvent(key(1), "host")])
@@ -250,7 +249,7 @@ def test_zombie_is_freed_when_the_last_of_its_copies_ended() -> None:
     worker = world.open(Role.WORKER)
     world.stored(worker, 1, [1])
     scatters = [only(world.load(worker, job, [1]), Scatter)[0] for job in (2, 3, 4)]
-    world.copied(scatters[0].copy_id, CopyOutcome.CORRUPT)
+    world.copied(scatters[0].copy_id, Outcome.CORRUPT)
     world.copied(scatters[1].copy_id)
     assert len(world.slots.used) == 1
     world.copied(scatters[2].copy_id)
@@ -262,9 +261,9 @@ def test_chunk_can_be_stored_again_beside_its_zombie() -> None:
     worker = world.open(Role.WORKER)
     world.stored(worker, 1, [1])
     first, second = (only(world.load(worker, job, [1]), Scatter)[0] for job in (2, 3))
-    world.copied(first.copy_id, CopyOutcome.CORRUPT)
+    world.copied(first.copy_id, Outcome.CORRUPT)
     world.stored(worker, 4, [1])
-    world.copied(second.copy_id, CopyOutcome.CORRUPT)
+    world.copied(second.copy_id, Outcome.CORRUPT)
     assert world.index == {(0, key(1)): (True, False)}
     assert world.engine.counters.quarantined_host == 1
 
@@ -275,7 +274,7 @@ def test_store_of_a_chunk_that_is_quarantined_meanwhile_fails() -> None:
     world.stored(workers[0], 1, [1])
     [gather] = only(world.store(workers[1], 1, [1]), Gather)
     [scatter] = only(world.load(workers[0], 2, [1]), Scatter)
-    world.copied(scatter.copy_id, CopyOutcome.CORRUPT)
+    world.copied(scatter.copy_id, Outcome.CORRUPT)
     assert messages(world.copied(gather.copy_id), workers[1]) == done(1, Outcome.FAILED)
     assert not world.slots.used
 
@@ -291,10 +290,10 @@ def test_lease_ends_when_all_ranks_of_the_engine_finished() -> None:
     for worker in (workers[0], other):
         [scatter] = only(world.load(worker, 9, [1]), Scatter)
         world.copied(scatter.copy_id)
-    assert world.engine.snapshot().leases == 1
+    assert len(world.engine.leases) == 1
     [scatter] = only(world.load(workers[1], 9, [1]), Scatter)
-    world.copied(scatter.copy_id, CopyOutcome.REVOKED)
-    assert world.engine.snapshot().leases == 0
+    world.copied(scatter.copy_id, Outcome.REVOKED)
+    assert len(world.engine.leases) == 0
 
 
 def test_lease_ends_at_its_deadline_and_at_release() -> None:
@@ -308,10 +307,10 @@ def test_lease_ends_at_its_deadline_and_at_release() -> None:
     world.send(release(scheduler, (3, 99), (99,)))
     world.now = 10.5
     world.send(Tick())
-    assert world.engine.snapshot().leases == 1
+    assert len(world.engine.leases) == 1
     assert world.engine.counters.leases_expired == 1
     world.send(SessionClosed(scheduler))
-    assert world.engine.snapshot().leases == 0
+    assert len(world.engine.leases) == 0
 
 
 def test_leases_are_bounded_per_session() -> None:
@@ -319,5 +318,5 @@ def test_leases_are_bounded_per_session() -> None:
     scheduler = world.open(Role.SCHEDULER)
     world.lease(scheduler, 1, [])
     world.lease(scheduler, 2, [])
-    assert world.engine.snapshot().leases == 1
+    assert len(world.engine.leases) == 1
     assert world.engine.counters.leases_refused == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from sidecar.core.commands import (
-    CopyOutcome,
     Gather,
     IndexSet,
     Quarantine,
@@ -251,9 +250,9 @@ def test_a_lease_ends_no_lookup_and_keeps_what_a_released_one_had() -> None:
     world.look_up(scheduler, 1, [1, 2])
     world.look_up(scheduler, 2, [1, 2])
     world.lease(scheduler, 9, [1, 2])
-    assert (world.engine.snapshot().lookups, world.engine.snapshot().leases) == (2, 1)
+    assert (len(world.engine.lookups), len(world.engine.leases)) == (2, 1)
     world.send(release(scheduler, (), (1, 2)))
-    assert (world.engine.snapshot().lookups, world.engine.snapshot().leases) == (0, 1)
+    assert (len(world.engine.lookups), len(world.engine.leases)) == (0, 1)
     assert messages(world.store(worker, 2, [3]), worker) == done(2, Outcome.FULL)
     world.send(release(scheduler, (9,)))
     assert only(world.store(worker, 3, [3]), Gather)
@@ -273,7 +272,7 @@ def test_lookup_waits_for_a_store_under_way_and_reads_if_it_fails() -> None:
     world.listed({1: RANK_0})
     [gather] = only(world.store(worker, 1, [1]), Gather)
     assert not world.look_up(scheduler, 1, [1])
-    [read] = only(world.copied(gather.copy_id, CopyOutcome.REVOKED), Read)
+    [read] = only(world.copied(gather.copy_id, Outcome.REVOKED), Read)
     commands = world.read_done(read.read_id)
     assert messages(commands, scheduler) == answer(1, 1, Outcome.OK)
 
@@ -296,7 +295,7 @@ def test_lookup_waits_no_longer_for_a_chunk_found_corrupt() -> None:
     world.listed({2: RANK_0})
     [read] = only(world.look_up(scheduler, 1, [1, 2]), Read)
     [scatter] = only(world.load(worker, 2, [1]), Scatter)
-    world.copied(scatter.copy_id, CopyOutcome.CORRUPT)
+    world.copied(scatter.copy_id, Outcome.CORRUPT)
     commands = world.read_done(read.read_id)
     assert messages(commands, scheduler) == answer(1, 0, Outcome.CORRUPT)
 

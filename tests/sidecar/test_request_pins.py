@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sidecar.core.commands import CopyOutcome, Draining, Gather, SessionClosed, Tick
+from sidecar.core.commands import Draining, Gather, SessionClosed, Tick
 from sidecar.core.fair_share import ShareLimits
 from sidecar.core.outbox import WritePolicy
 from sidecar.core.tenants import Quota, TenantRules, Tenants
@@ -130,7 +130,7 @@ def test_what_is_over_the_share_is_counted_and_from_the_end() -> None:
     assert {one.chunk.key for one in world.engine.request_pins} == {key(n) for n in range(1, 15)}
     # Loads still get their leases.
     world.lease(scheduler, 7, range(20, 30))
-    assert world.engine.snapshot().leases == 1
+    assert len(world.engine.leases) == 1
 
 
 def test_a_tenant_at_its_limit_can_still_store() -> None:
@@ -162,7 +162,7 @@ def test_a_corrupt_chunk_goes_all_the_same() -> None:
     world.stored(worker, 1, [1])
     world.pin(scheduler, [1], 10)
     world.load(worker, 2, [1])
-    told = world.copied(next(iter(world.scatters)), CopyOutcome.CORRUPT)
+    told = world.copied(next(iter(world.scatters)), Outcome.CORRUPT)
     assert messages(told, worker) == done(2, Outcome.CORRUPT)
     assert not world.index
     world.now = 11.0

@@ -12,7 +12,6 @@ from sidecar.core.breaker import BreakerRules
 from sidecar.core.commands import (
     CaughtUp,
     Command,
-    CopyOutcome,
     Draining,
     OpenedGroup,
     Restored,
@@ -35,7 +34,7 @@ from tests.sidecar.engine_names import ALL_RANKS, BLOCK_TOKENS, EPOCH, RANK_0, k
 from tests.sidecar.engine_world import World
 from tests.sidecar.strict_pool import SlabSlots, StrictLRU
 from tests.sidecar.worlds import limits, make_world, no_writes
-from tiers.policy import make
+from tiers.policy import POLICIES
 
 TENANT = b"a tenant"
 
@@ -65,16 +64,15 @@ def load(world: World, worker: int, number: int, job_id: int) -> list[Command]:
 def test_chunks_come_back_with_their_worker() -> None:
     world, _ = holding(3)
     world.restart(StrictLRU())
-    now = world.engine.snapshot()
-    assert (now.slots_unclaimed, now.chunks_in_host, world.index) == (3, 0, {})
-    assert now.unclaimed_bytes == 3 * world.slots.slot_bytes(0)
+    host, directory = world.engine.host, world.engine.directory
+    assert (len(host.restored_slots), directory.chunks_in_host, world.index) == (3, 0, {})
+    assert host.restored_slots.num_bytes == 3 * world.slots.slot_bytes(0)
 
     scheduler = world.open(Role.SCHEDULER, want_events=True)
     assert world.index == {}, "only a worker knows the geometry"
     worker = world.open(Role.WORKER)
     assert world.in_host() == {(0, key(number)) for number in (1, 2, 3)}
-    now = world.engine.snapshot()
-    assert (now.slots_unclaimed, now.chunks_in_host) == (0, 3)
+    assert (len(host.restored_slots), directory.chunks_in_host) == (0, 3)
     counters = world.engine.counters
     assert (counters.slots_restored, counters.chunks_restored) == (3, 3)
 
@@ -107,7 +105,7 @@ def test_listeners_are_told() -> None:
     ]
     told.clear()
     [scatter] = only(world.load(worker, 5, [1]), Scatter)
-    world.copied(scatter.copy_id, CopyOutcome.CORRUPT)
+    world.copied(scatter.copy_id, Outcome.CORRUPT)
     assert [event for one in told for event in one.removed] == [RemovedEvent(key(1), "host")]
     assert (0, key(1)) not in world.index
 
@@ -120,7 +118,7 @@ def test_chunk_of_two_ranks_waits_for_both() -> None:
     world.restart(StrictLRU())
     world.open(Role.WORKER, rank=1, world_size=2)
     assert world.in_host() == set()
-    assert world.engine.snapshot().slots_unclaimed == 3
+    assert len(world.engine.host.restored_slots) == 3
     world.open(Role.WORKER, rank=0, world_size=2)
     assert world.in_host() == {(0, key(1)), (0, key(2))}
     assert world.engine.counters.chunks_restored == 2
@@ -134,7 +132,7 @@ def test_what_was_not_whole_does_not_come_back() -> None:
     world.look_up(scheduler, 1, [7])
     world.store(worker, 2, [5])
     scatters = only(world.load(worker, 3, [1]) + world.load(worker, 4, [1]), Scatter)
-    world.copied(scatters[0].copy_id, CopyOutcome.CORRUPT)
+    world.copied(scatters[0].copy_id, Outcome.CORRUPT)
     assert len(world.engine.host.zombies) == 1
     assert len(world.reads) == len(world.gathers) == 1
     world.restart(StrictLRU())
@@ -144,7 +142,7 @@ def test_what_was_not_whole_does_not_come_back() -> None:
 
 @pytest.mark.parametrize(("policy", "order"), [("lru", [2, 4, 1, 3]), ("fifo", [1, 2, 3, 4])])
 def test_order_of_eviction_survives(policy: str, order: list[int]) -> None:
-    world = no_writes(policy=make(policy), slabs=4)
+    world = no_writes(policy=POLICIES[policy](), slabs=4)
     worker = world.open(Role.WORKER)
     for number in (1, 2, 3, 4):
         # Chunks without cached parents: each is a chain of its own.
@@ -154,7 +152,7 @@ def test_order_of_eviction_survives(policy: str, order: list[int]) -> None:
     expected = [10 * number for number in order]
     for _ in range(3):
         assert numbers(list(world.policy.victims())) == expected
-        world.restart(make(policy))
+        world.restart(POLICIES[policy]())
         worker = world.open(Role.WORKER)
     world.stored(worker, 20, [99])
     assert numbers(list(world.policy.victims())) == [*expected[1:], 99]
@@ -222,7 +220,7 @@ def test_another_geometry_gets_nothing(other: dict[str, Any]) -> None:
     world.restart(StrictLRU())
     opened(world, **other)
     assert world.in_host() == set()
-    assert world.engine.snapshot().slots_unclaimed == 3
+    assert len(world.engine.host.restored_slots) == 3
 
 
 def test_tail_is_not_taken_by_a_realm_of_another_chunk_size() -> None:
@@ -233,7 +231,7 @@ def test_tail_is_not_taken_by_a_realm_of_another_chunk_size() -> None:
         world.copied(command.copy_id)  # type: ignore[union-attr]
     world.restart(StrictLRU())
     opened(world, blocks_per_chunk=1)
-    assert world.engine.snapshot().slots_unclaimed == 1
+    assert len(world.engine.host.restored_slots) == 1
 
 
 def test_realms_with_the_same_segments_share_what_there_is() -> None:
@@ -258,8 +256,8 @@ def test_realms_with_the_same_segments_share_what_there_is() -> None:
         )
         engine.handle(event, 0.0)
         check(engine)
-        assert engine.snapshot().realms[realm_id].chunks_in_host == chunks
-    assert engine.snapshot().slots_unclaimed == 0
+        assert engine.directory.realms[realm_id].hosted_chunks == chunks
+    assert len(engine.host.restored_slots) == 0
 
 
 # --- room ----------------------------------------------------------------------------------------
@@ -270,9 +268,9 @@ def test_unclaimed_slots_make_room_first() -> None:
     world.restart(StrictLRU())
     other = world.open(Role.WORKER, realm_id=1)
     world.stored(other, 1, [1])
-    assert world.engine.snapshot().slots_unclaimed == 3, "there was room"
+    assert len(world.engine.host.restored_slots) == 3, "there was room"
     world.stored(other, 2, [2, 3])
-    assert world.engine.snapshot().slots_unclaimed == 1
+    assert len(world.engine.host.restored_slots) == 1
     assert world.engine.counters.slots_unclaimed_dropped == 2
     assert world.engine.counters.chunks_evicted == 0
     world.open(Role.WORKER)
@@ -284,9 +282,9 @@ def test_slabs_of_another_class_are_emptied() -> None:
     world.restart(StrictLRU())
     other = world.open(Role.WORKER, realm_id=1, content_bytes=64)
     world.stored(other, 1, [1, 2, 3])
-    assert world.engine.snapshot().slots_unclaimed == 3
+    assert len(world.engine.host.restored_slots) == 3
     world.stored(other, 2, [4, 5])
-    assert world.engine.snapshot().slots_unclaimed == 0
+    assert len(world.engine.host.restored_slots) == 0
     assert world.engine.counters.chunks_evicted == 0
 
 
@@ -313,7 +311,7 @@ def test_restored_chunk_is_verified_at_its_first_use() -> None:
     assert [verified(world, worker, 1, job) for job in (1, 2, 3)] == [True, False, False]
     # A first use that failed does not count.
     [scatter] = only(world.load(worker, 4, [2]), Scatter)
-    world.copied(scatter.copy_id, CopyOutcome.REVOKED)
+    world.copied(scatter.copy_id, Outcome.REVOKED)
     assert [verified(world, worker, 2, job) for job in (5, 6)] == [True, False]
     world.stored(worker, 7, [3])
     assert not verified(world, worker, 3, 8)

@@ -6,7 +6,6 @@ import pytest
 
 from sidecar.core.commands import (
     CaughtUp,
-    CopyOutcome,
     Gather,
     IndexSet,
     Read,
@@ -20,7 +19,7 @@ from tests.sidecar.engine_world import World
 from tests.sidecar.strict_pool import StrictLRU
 from tests.sidecar.test_restore import holding, load, numbers
 from tests.sidecar.worlds import make_world, no_writes
-from tiers.policy import make
+from tiers.policy import POLICIES
 
 
 def resumed(world: World) -> list[int]:
@@ -39,21 +38,21 @@ def test_many_slots_are_taken_in_over_several_turns() -> None:
     assert messages(load(world, worker, 2, 9), worker) == done(9, Outcome.OK)
     assert resumed(world) == [2, 2, 1]
     assert world.in_host() == {(0, key(number)) for number in range(1, 8)}
-    assert world.engine.snapshot().slots_unclaimed == 0
+    assert len(world.engine.host.restored_slots) == 0
     assert world.engine.counters.chunks_restored == 7
 
 
 @pytest.mark.parametrize("adopted_max", [1, 2, 3, 100])
 @pytest.mark.parametrize(("policy", "order"), [("lru", [2, 4, 1, 3]), ("fifo", [1, 2, 3, 4])])
 def test_order_of_eviction_survives_slices(policy: str, order: list[int], adopted_max: int) -> None:
-    world = no_writes(policy=make(policy), adopted_max=adopted_max)
+    world = no_writes(policy=POLICIES[policy](), adopted_max=adopted_max)
     worker = world.open(Role.WORKER)
     for number in (1, 2, 3, 4):
         world.stored(worker, number, [10 * number])
     load(world, worker, 10, 11)
     load(world, worker, 30, 12)
     for _ in range(2):
-        world.restart(make(policy))
+        world.restart(POLICIES[policy]())
         worker = world.open(Role.WORKER)
         resumed(world)
         assert numbers(list(world.policy.victims())) == [10 * number for number in order]
@@ -84,7 +83,7 @@ def test_what_is_stored_again_between_two_slices_stays(ended: str) -> None:
     if ended == "running":
         world.copied(gather.copy_id)
     assert world.in_host() == {(0, key(number)) for number in (1, 2, 3)}
-    assert world.engine.snapshot().slots_unclaimed == 1, "the first who needs room has it"
+    assert len(world.engine.host.restored_slots) == 1, "the first who needs room has it"
     load(world, worker, 3, 2)
 
 
@@ -106,7 +105,7 @@ def test_a_slot_that_is_filled_anew_has_no_past() -> None:
     worker = world.open(Role.WORKER)
     assert world.resuming
     [gather] = only(world.store(worker, 1, [2]), Gather)
-    world.copied(gather.copy_id, CopyOutcome.FAILED)
+    world.copied(gather.copy_id, Outcome.FAILED)
     [gather] = only(world.store(worker, 2, [1]), Gather)
     resumed(world)
     world.copied(gather.copy_id)

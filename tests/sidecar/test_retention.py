@@ -73,7 +73,7 @@ def test_a_chunk_that_is_listed_as_its_time_ends_counts_once() -> None:
     world.stored(worker, 1, [1], ttl_seconds=5)
     world.now = 5.0
     world.listed({1: frozenset({0})})
-    assert world.engine.snapshot().chunks_in_store == 1
+    assert world.engine.directory.chunks_in_store == 1
 
 
 def test_no_load_begins_after_its_time_even_between_two_ticks() -> None:
@@ -213,8 +213,18 @@ def test_it_is_not_missed_by_the_store_when_it_is_evicted() -> None:
 
 def test_what_was_evicted_is_not_remembered_for_its_whole_time() -> None:
     """A time of a year would otherwise keep an entry for each chunk that ever was."""
-    directory, order = Directory(readable=True), Expiries()
-    realm = directory.open_realm(0, 1)
+    order = Expiries[Chunk](lambda chunk, _: not chunk.empty)
+    realm = Directory(readable=True).open_realm(0, 1)
     for number in range(10_000):
         order.add(1e9, Chunk(realm, key(number), b""))
     assert len(order) < 3000
+
+
+def test_what_is_not_valid_yet_when_it_is_added_is_not_swept() -> None:
+    """A chunk gets its slot only after its time is noted."""
+    valid = set[int]()
+    order = Expiries[int](lambda number, _: number in valid)
+    for number in range(5000):
+        order.add(1.0, number)
+        valid.add(number)
+    assert list(order.due(1.0)) == list(range(5000))

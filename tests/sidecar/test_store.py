@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from sidecar.core.commands import (
-    CopyOutcome,
     Gather,
     IndexOffer,
     IndexSet,
@@ -93,7 +92,7 @@ def test_write_of_a_chunk_found_corrupt_is_not_vouched_for() -> None:
     worker = world.open(Role.WORKER)
     world.stored(worker, 1, [1])
     [scatter] = only(world.load(worker, 2, [1]), Scatter)
-    world.copied(scatter.copy_id, CopyOutcome.CORRUPT)
+    world.copied(scatter.copy_id, Outcome.CORRUPT)
     world.settle()
     assert not world.index
 

@@ -34,7 +34,7 @@ def world_of(**quotas: int | None) -> World:
 
 
 def held(world: World, name: str) -> int:
-    (one,) = [one for one in world.engine.snapshot().tenants if one.name == name]
+    (one,) = [one for one in world.engine.tenants.snapshot() if one.name == name]
     return one.host_bytes // SLOT
 
 
@@ -119,7 +119,7 @@ class TestHostQuota:
         for number in range(1, 200):
             world.stored(worker, number, [number], tenant=tenant_id(str(number)))
         assert len(list(world.engine.tenants)) == 8
-        names = [one.name for one in world.engine.snapshot().tenants]
+        names = [one.name for one in world.engine.tenants.snapshot()]
         assert names == ["unsalted", "team-a", "other"]
 
 

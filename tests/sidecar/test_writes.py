@@ -203,11 +203,11 @@ def test_what_waits_is_bounded_in_bytes() -> None:
     world = make_world(slabs=16, writes_inflight_max=1, write_queue_bytes_max=3 * SLOT_BYTES)
     worker = world.open(Role.WORKER)
     world.stored(worker, 1, list(range(1, 9)))
-    assert world.engine.snapshot().write_queue_bytes == 3 * SLOT_BYTES
+    assert world.engine.writes.pending_bytes == 3 * SLOT_BYTES
     assert world.engine.counters.writes_dropped == 4
     finish(world)
     assert world.engine.counters.chunks_written == 4
-    assert world.engine.snapshot().write_queue_bytes == 0
+    assert world.engine.writes.pending_bytes == 0
 
 
 # --- a namespace at its bound --------------------------------------------------------------------

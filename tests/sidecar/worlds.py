@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sidecar.core.tenants import Tenants
-    from tiers.policy.policy import Policy
+    from tiers.policy import Policy
 
 
 def limits(**changes: Any) -> EngineLimits:

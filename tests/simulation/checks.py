@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, cast
 from sidecar.core.commands import (
     Command,
     Copied,
-    CopyOutcome,
     Event,
     ForgetRealms,
     Gather,
@@ -35,6 +34,7 @@ from sidecar.protocol import (
     LoadJob,
     Lookup,
     LookupDone,
+    Outcome,
     Pin,
     Release,
     ServerMessage,
@@ -212,17 +212,17 @@ class Checks:
 
     def _copied(self, process: SidecarProcess, work: Gather | Scatter, event: Copied) -> None:
         kind = type(work).__name__.lower()
-        self.world.saw(f"{kind} {event.outcome.value}")
-        if event.outcome is CopyOutcome.EXPIRED:
+        self.world.saw(f"{kind} {event.outcome.name.lower()}")
+        if event.outcome is Outcome.EXPIRED:
             for reason in ("was not reached", "no copy thread", "taking blocks back", "held its"):
                 if reason in event.detail:
                     self.world.saw(f"copy expired: {reason}")
-        elif event.outcome is CopyOutcome.FAILED:
+        elif event.outcome is Outcome.FAILED:
             if "another chunk" not in event.detail:
                 raise Violation("no copy raises", event.detail)
-        elif event.outcome is CopyOutcome.CORRUPT:
+        elif event.outcome is Outcome.CORRUPT:
             self.images.stays(work, "load")
-        elif event.outcome is CopyOutcome.OK:
+        elif event.outcome is Outcome.OK:
             if isinstance(work, Gather):
                 self.images.filled(process, work, len(work.block_ids))
             else:
@@ -330,14 +330,15 @@ class Checks:
     def quiet(self, process: SidecarProcess) -> None:
         """All engines are gone and time has passed: nothing is left but chunks."""
         engine = process.dispatcher.engine
-        snapshot = engine.snapshot()
+        work = engine.pending_work()
         self.images.all_sealed_right(process)
-        if self._work or not snapshot.pending.idle:
-            raise Violation("everything ends", f"{snapshot.pending}, {self._work}")
+        if self._work or not work.idle:
+            raise Violation("everything ends", f"{work}, {self._work}")
         if engine.host.adoptions:
-            raise Violation("what a rank stored comes back to it", f"{snapshot}")
-        if snapshot.leases or snapshot.lookups or engine.sessions or engine.host.zombies:
-            raise Violation("everything is released", f"{snapshot}")
+            raise Violation("what a rank stored comes back to it", f"{engine.host.adoptions}")
+        left = (len(engine.leases), len(engine.lookups), engine.sessions, engine.host.zombies)
+        if any(left):
+            raise Violation("everything is released", f"{left}")
         waiting = {number: jobs for number, jobs in self._jobs.items() if jobs}
         if waiting:
             raise Violation("every job is answered", f"{waiting}")

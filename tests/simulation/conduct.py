@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from sidecar.core.commands import (
     Command,
     Copied,
-    CopyOutcome,
     Draining,
     Event,
     Gather,
@@ -76,7 +75,7 @@ class _Asked:
     copied: set[bytes] = field(default_factory=set[bytes])
     lost: bool = False
     """A chunk was given up, for another rank's part was corrupt, before its copy ended."""
-    outcomes: list[CopyOutcome] = field(default_factory=list[CopyOutcome])
+    outcomes: list[Outcome] = field(default_factory=list[Outcome])
 
 
 @dataclass(slots=True)
@@ -166,7 +165,11 @@ class Conduct:
                 state = chunk.segments[session.rank].state if chunk else SegmentState.ABSENT
                 if state is not SegmentState.ABSENT:
                     asked.there.add(piece.key)
-                if chunk and state is SegmentState.HOST and chunk.expires_at > self._world.now:
+                if (
+                    chunk
+                    and state is SegmentState.HOST
+                    and chunk.retention.expires_at > self._world.now
+                ):
                     asked.ready.add(piece.key)
 
     def _ended(self, process: SidecarProcess, event: Copied, work: Work | None) -> None:
@@ -177,7 +180,7 @@ class Conduct:
             asked.running -= 1
             asked.outcomes.append(event.outcome)
             # What is forgotten because its time is over was stored as was asked.
-            over = chunk is not None and chunk.expires_at <= self._world.now
+            over = chunk is not None and chunk.retention.expires_at <= self._world.now
             if isinstance(work, Gather) and not (over or self._is_known(process, work)):
                 asked.lost = True
             if not asked.running and isinstance(asked.job, LoadJob):
@@ -338,7 +341,7 @@ class Conduct:
     ) -> None:
         realm = process.dispatcher.engine.directory.realms[work.realm_id]
         chunk = realm.chunks.get(work.key)
-        corrupt = event.outcome in (CopyOutcome.CORRUPT, StoreOutcome.CORRUPT)
+        corrupt = event.outcome in (Outcome.CORRUPT, StoreOutcome.CORRUPT)
         if corrupt and chunk is not None and chunk.segments[work.rank].slot == work.slot:
             raise Violation("a corrupt slot is out of sight", f"{work}")
         if isinstance(work, Gather | Scatter):
@@ -433,7 +436,7 @@ class Conduct:
         if asked.running:
             raise Violation("a job is answered when its copies ended", f"job {job.job_id}")
         keys = {piece.key for piece in asked.job.chunks}
-        done = all(outcome is CopyOutcome.OK for outcome in asked.outcomes) and not asked.lost
+        done = all(outcome is Outcome.OK for outcome in asked.outcomes) and not asked.lost
         copied = done and asked.copied == keys
         # A store needs no copy of what was there; but it may be refused all the same.
         there = isinstance(asked.job, StoreJob) and done and asked.copied | asked.there >= keys

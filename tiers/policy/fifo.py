@@ -10,38 +10,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tiers.policy.order import Entry, EvictionOrder
+from tiers.policy.lru import LruPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator
+    from collections.abc import Hashable
 
 
-class FifoPolicy:
-    """Evicts what came first."""
-
-    def __init__(self) -> None:
-        self._order = EvictionOrder()
-        self._entries: dict[Hashable, Entry] = {}
-
-    def __len__(self) -> int:
-        return len(self._entries)
+class FifoPolicy(LruPolicy):
+    """Evicts what came first: an LRU without chains, where a use is none."""
 
     def add(self, key: Hashable, parent: Hashable | None) -> None:  # noqa: ARG002
         """Put a key last. Raises `KeyError` if it is there already."""
-        if key in self._entries:
-            raise KeyError(f"{key!r} was added twice")
-        entry = self._entries[key] = Entry(key)
-        self._order.insert(entry, self._order.end)
+        super().add(key, None)
 
     def touch(self, key: Hashable) -> None:
         """Change nothing. Raises `KeyError` if the key is not there."""
-        if key not in self._entries:
+        if key not in self._links:
             raise KeyError(f"{key!r} was touched, but never added")
-
-    def remove(self, key: Hashable) -> None:
-        """Forget a key. Raises `KeyError` if it is not there."""
-        self._order.remove(self._entries.pop(key))
-
-    def victims(self) -> Iterator[Hashable]:
-        """Keys in the order in which they were added."""
-        return self._order.keys()

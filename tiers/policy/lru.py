@@ -4,11 +4,13 @@ A chunk can be used only together with all chunks before it, so using one uses i
 too: they are at least as recent, and of two that were used by the same touch the child goes first.
 The head of a chain is evicted last, so what stays of a chain is a prefix that can be looked up.
 
-Invariants:
+The order is a linked list. Invariants:
 
 * In the order, every key stands before its cached parent.
 * The order ends with the path of the newest touch: the touched key, its parent, and so on up to
   the first ancestor that is not cached.
+* A suspended iterator never yields a removed key or a key twice, and ends, whatever is added,
+  touched or removed meanwhile. An `OrderedDict` has no such iterators, nor insertion in the middle.
 
 The path makes the usual calls O(1): a chain that is touched from its head down, or from its tail
 up, finds the parent or itself on the path, and moves one entry. A touch of another chain moves the
@@ -22,30 +24,53 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tiers.policy.order import Entry, EvictionOrder
-
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
 
 
-class _Link(Entry):
-    """A key in its chain. `place` is its index on the path, or -1."""
+class _Link:
+    """A key in its chain, and its place in the order of eviction."""
 
-    __slots__ = ("moving", "parent", "place")
+    __slots__ = ("following", "inserted", "key", "moving", "parent", "place", "preceding")
 
     def __init__(self, key: Hashable, parent: Hashable | None) -> None:
-        super().__init__(key)
+        self.key = key
         self.parent = parent
+        self.preceding: _Link = self
+        self.following: _Link = self
+        self.inserted = 0
+        """Number of the insertion that put it here."""
         self.place = -1
+        """Index on the path, or -1."""
         self.moving = False
+
+    def insert_before(self, following: _Link) -> None:
+        self.preceding, self.following = following.preceding, following
+        self.preceding.following = following.preceding = self
+
+    def unlink(self) -> None:
+        self.preceding.following, self.following.preceding = self.following, self.preceding
+        self.preceding = self.following = self
+
+
+class _Cursor:
+    """Where a suspended iterator goes on."""
+
+    __slots__ = ("at",)
+
+    def __init__(self, at: _Link) -> None:
+        self.at = at
 
 
 class LruPolicy:
     """Evicts the chain that was not used for the longest time, from its tail."""
 
     def __init__(self) -> None:
-        self._order = EvictionOrder()
         self._links: dict[Hashable, _Link] = {}
+        # Behind the last link: inserting before it appends.
+        self._end = _Link(None, None)
+        self._insertions = 0
+        self._cursors: list[_Cursor] = []
         # From the oldest cached ancestor of the key that was touched last down to that key.
         self._path: list[_Link] = []
 
@@ -68,11 +93,24 @@ class LruPolicy:
         link = self._links.pop(key)
         if link.place >= 0:
             self._cut_path(link.place)
-        self._order.remove(link)
+        self._unlink(link)
 
     def victims(self) -> Iterator[Hashable]:
-        """Keys from the least to the most recently used, children before their parents."""
-        return self._order.keys()
+        """Keys from the least to the most recently used, children before their parents.
+
+        Without keys that are added or touched after the first step: those were just used. A caller
+        that touches what it skips would otherwise never reach the end.
+        """
+        cursor = _Cursor(self._end.following)
+        newest = self._insertions
+        self._cursors.append(cursor)
+        try:
+            while (link := cursor.at) is not self._end:
+                cursor.at = link.following
+                if link.inserted <= newest:
+                    yield link.key
+        finally:
+            self._cursors.remove(cursor)
 
     def _refresh(self, link: _Link) -> None:
         moving: list[_Link] = []
@@ -86,14 +124,22 @@ class LruPolicy:
             moving.append(ancestor)
             ancestor = None if ancestor.parent is None else self._links.get(ancestor.parent)
         self._cut_path(0 if ancestor is None else ancestor.place + 1)
-        before = self._order.end if ancestor is None else ancestor
+        before = self._end if ancestor is None else ancestor
         for entry in moving:
-            self._order.remove(entry)
-            self._order.insert(entry, before)
+            self._unlink(entry)
+            entry.insert_before(before)
+            self._insertions += 1
+            entry.inserted = self._insertions
         for entry in reversed(moving):
             entry.moving = False
             entry.place = len(self._path)
             self._path.append(entry)
+
+    def _unlink(self, link: _Link) -> None:
+        for cursor in self._cursors:
+            if cursor.at is link:
+                cursor.at = link.following
+        link.unlink()
 
     def _cut_path(self, length: int) -> None:
         for link in self._path[length:]:

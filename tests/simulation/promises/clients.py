@@ -104,15 +104,15 @@ CLIENTS = (
     Mutation(
         "a restart forgets until when a chunk is kept",
         "_restored",
-        "expires_at=retention.expires_at,",
-        "",
+        "retention=retention,",
+        "retention=retention._replace(expires_at=float('inf')),",
         ("sidecar killed",),
         seed=1,
     ),
     Mutation(
         "what is to stay on the node is written",
         "Writes._enqueue",
-        " or chunk.stays",
+        " or chunk.retention.stays",
         "",
     ),
     Mutation(

@@ -71,13 +71,13 @@ MEMORY = (
         "a slot is called sealed before its copy has ended",
         "Copies._copier",
         "ended = await self._copy(group, threads, mapped=mapped)",
-        "self._finished(group.all_ended(CopyOutcome.OK)); "
+        "self._finished(group.all_ended(Outcome.OK)); "
         "ended = await self._copy(group, threads, mapped=mapped) and []",
     ),
     Mutation(
         "a store that failed is taken for sealed",
         "Jobs._gathered",
-        "if outcome is CopyOutcome.OK:",
+        "if outcome is Outcome.OK:",
         "if True:",
         seed=4,
     ),

@@ -22,7 +22,7 @@ STORE = (
     Mutation(
         "a lookup is not answered when a read fails",
         "Reads.ended",
-        "return chunk, _FAILURES[event.outcome]",
+        "return chunk, reason",
         "return None",
         ("store fails", "object vanishes", "another cluster writes"),
         seed=4,
@@ -73,7 +73,7 @@ STORE = (
     Mutation(
         "a store that fails is read from all the same",
         "Reads.pump",
-        "if not self._breaker.passes(now):",
+        "if not self.breaker.passes(now):",
         "if False:",
         ("flood of lookups", "store fails", "store slow"),
     ),
@@ -87,7 +87,7 @@ STORE = (
     ),
     Mutation(
         "an object that is gone is called stored",
-        "Reads._note_failure",
+        "Reads._failed",
         "self._store.missing(realm, key, bit)",
         "pass",
         ("object vanishes", "another cluster writes"),
@@ -123,7 +123,7 @@ STORE = (
     Mutation(
         "a store that fails is written to all the same",
         "Writes.pump",
-        " and self._breaker.passes(now)",
+        " and self.breaker.passes(now)",
         "",
         ("store goes down", "store fails"),
     ),

@@ -83,8 +83,8 @@ WORK = (
         "a revoked job is answered as done",
         "Copies._copier",
         "self._finished(ended)",
-        "self._finished([Copied(one.copy_id, CopyOutcome.OK) "
-        "if one.outcome is CopyOutcome.REVOKED else one for one in ended])",
+        "self._finished([Copied(one.copy_id, Outcome.OK) "
+        "if one.outcome is Outcome.REVOKED else one for one in ended])",
         seed=4,
     ),
     Mutation(
@@ -128,9 +128,9 @@ WORK = (
     ),
     Mutation(
         "a chunk is stored while draining",
-        "Engine._submit",
-        "accept = not self.draining",
-        "accept = True",
+        "Jobs._gather",
+        "if self.draining:",
+        "if False:",
         seed=28,
     ),
     # Leases.

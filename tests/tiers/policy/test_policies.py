@@ -21,13 +21,13 @@ from tiers import policy
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
 
-    from tiers.policy.policy import Policy
+    from tiers.policy import Policy
 
 NAMES = sorted(policy.POLICIES)
 
 
 def filled(name: str, count: int) -> Policy:
-    made = policy.make(name)
+    made = policy.POLICIES[name]()
     for number in range(count):
         made.add(number, None)
     return made
@@ -35,7 +35,7 @@ def filled(name: str, count: int) -> Policy:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_the_caller_gets_wrong_is_an_error(name: str) -> None:
-    made = policy.make(name)
+    made = policy.POLICIES[name]()
     assert list(made.victims()) == []
     with pytest.raises(KeyError):
         made.touch("a")
@@ -103,7 +103,7 @@ class AnyPolicy(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.policy = policy.make(self.name)
+        self.policy = policy.POLICIES[self.name]()
         self.model: set[int] = set()
         self.iteration: Iterator[Hashable] | None = None
         self.named: set[Hashable] = set()
