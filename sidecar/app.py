@@ -130,7 +130,7 @@ async def serve(
         store = None if config.store is None else open_store(config.store, wrap_store)
         pool, restored = await anyio.to_thread.run_sync(open_pool, config)
         keep = config.host.after_stop == "keep"
-        stack.push(closing(pool, keep=keep, option=config.option))
+        stack.enter_context(closing(pool, keep=keep, option=config.option))
         return await Server(config, directory, pool, restored, store, http, watchdog).run(ready)
 
 

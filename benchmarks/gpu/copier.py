@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from tiers.cuda.device import Device
+from tiers.cuda.device import Device, PinnedMemory
 from tiers.cuda.driver import check, driver
 from tiers.cuda.errors import NOT_READY
-from tiers.cuda.pinned_memory import PinnedMemory
 
 if TYPE_CHECKING:
     import numpy.typing as npt

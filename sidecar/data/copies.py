@@ -68,24 +68,24 @@ class Copies:
         self._ready = anyio.Semaphore(0)
         self._arrived = anyio.Event()
         self._poll_seconds = FENCE_POLL_SECONDS_MIN
-        self._running = 0
-        self._loads_running = 0
-        self._begun: list[float] = []
+        self._running: dict[CopyGroup, float] = {}
         """When each copy that runs now began (monotonic seconds), oldest first."""
 
     @property
     def loads_pending(self) -> int:
         """Loads that are ready or run. Engines wait for these."""
-        return self.queue.loads_ready + self._loads_running
+        return self.queue.loads_ready + sum(group.is_load for group in self._running)
 
     @property
     def pending(self) -> int:
         """Groups that have not ended."""
-        return len(self.queue) + self._running
+        return len(self.queue) + len(self._running)
 
     def stuck_seconds(self, now: float) -> float:
         """Seconds since a copy thread was last free; 0 while one is."""
-        return now - self._begun[-1] if len(self._begun) >= self._threads else 0.0
+        if len(self._running) < self._threads:
+            return 0.0
+        return now - next(reversed(self._running.values()))
 
     async def run(self) -> None:
         """Work on the queue until cancelled; a copy that runs then is waited for."""
@@ -146,17 +146,12 @@ class Copies:
                 detail = "no copy thread was free before the job's deadline"
                 self._finished(group.all_ended(Outcome.EXPIRED, detail))
                 continue
-            self._running += 1
-            self._loads_running += group.is_load
-            begun = time.monotonic()
-            self._begun.append(begun)
+            self._running[group] = time.monotonic()
             try:
                 with group.memory.in_use() as mapped:
                     ended = await self._copy(group, threads, mapped=mapped)
             finally:
-                self._running -= 1
-                self._loads_running -= group.is_load
-                self._begun.remove(begun)
+                del self._running[group]
             if ended is None:
                 # The worker holds its lock for microseconds, or as long as it is stopped. The gate
                 # tries again until the deadline.

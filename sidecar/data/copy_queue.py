@@ -83,13 +83,12 @@ class _RoundRobin:
 
     def __init__(self) -> None:
         self._queues: dict[Session, deque[CopyGroup]] = {}
-        self.count = 0
 
-    def __bool__(self) -> bool:
-        return bool(self._queues)
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
 
     def heads(self) -> list[tuple[Session, CopyGroup]]:
-        """The first group of each session."""
+        """The first group of each session, in the order of their turns."""
         return [(session, queue[0]) for session, queue in self._queues.items()]
 
     def head(self, session: Session) -> CopyGroup | None:
@@ -97,34 +96,25 @@ class _RoundRobin:
         queue = self._queues.get(session)
         return None if queue is None else queue[0]
 
-    def append(self, group: CopyGroup) -> None:
-        """Put a group behind those of its session."""
-        self._queues.setdefault(group.session, deque()).append(group)
-        self.count += 1
+    def queue_of(self, session: Session) -> deque[CopyGroup]:
+        """The groups of a session, to add one."""
+        return self._queues.setdefault(session, deque())
 
-    def push_back(self, group: CopyGroup) -> None:
-        """Put a group in front of those of its session."""
-        self._queues.setdefault(group.session, deque()).appendleft(group)
-        self.count += 1
+    def pop(self, session: Session | None = None) -> CopyGroup:
+        """Take the first group of a session, by default of the one whose turn it is.
 
-    def pop(self, session: Session) -> CopyGroup:
-        """Take the first group of a session; its next one goes behind all other sessions."""
+        Its next group goes behind all other sessions.
+        """
+        session = next(iter(self._queues)) if session is None else session
         queue = self._queues.pop(session)
         group = queue.popleft()
         if queue:
             self._queues[session] = queue
-        self.count -= 1
         return group
-
-    def take(self) -> CopyGroup:
-        """Take the group whose turn it is."""
-        return self.pop(next(iter(self._queues)))
 
     def drop(self, session: Session) -> list[CopyGroup]:
         """Take every group of a session out."""
-        groups = list(self._queues.pop(session, ()))
-        self.count -= len(groups)
-        return groups
+        return list(self._queues.pop(session, ()))
 
 
 class CopyQueue:
@@ -137,17 +127,17 @@ class CopyQueue:
         self._loads_in_a_row = 0
 
     def __len__(self) -> int:
-        return self.waiting + self._loads.count + self._stores.count
+        return sum(map(len, self._queues()))
 
     @property
     def waiting(self) -> int:
         """Groups whose fence was not reached yet."""
-        return sum(queue.count for queue in self._waiting)
+        return sum(map(len, self._waiting))
 
     @property
     def loads_ready(self) -> int:
         """Loads whose fence was reached."""
-        return self._loads.count
+        return len(self._loads)
 
     def add(self, group: CopyGroup) -> bool:
         """Queue a group. True if it is ready now."""
@@ -156,15 +146,15 @@ class CopyQueue:
         if waiting.head(group.session) is None and group.may_start:
             self._make_ready(group)
             return True
-        waiting.append(group)
+        waiting.queue_of(group.session).append(group)
         return False
 
     def put_back(self, group: CopyGroup) -> None:
         """Queue a group again that could not start because its worker was revoking."""
-        self._waiting[group.is_load].push_back(group)
+        self._waiting[group.is_load].queue_of(group.session).appendleft(group)
 
     def _make_ready(self, group: CopyGroup) -> None:
-        (self._loads if group.is_load else self._stores).append(group)
+        (self._loads if group.is_load else self._stores).queue_of(group.session).append(group)
 
     def sweep(self, now: float) -> tuple[int, list[CopyGroup]]:
         """Make groups ready whose fence is reached. Returns how many, and the expired groups."""
@@ -185,9 +175,9 @@ class CopyQueue:
         """The group whose turn it is, or None."""
         if self._loads and (self._loads_in_a_row < LOADS_IN_A_ROW_MAX or not self._stores):
             self._loads_in_a_row += 1
-            return self._loads.take()
+            return self._loads.pop()
         self._loads_in_a_row = 0
-        return self._stores.take() if self._stores else None
+        return self._stores.pop() if self._stores else None
 
     def heads(self) -> list[tuple[Session, CopyGroup]]:
         """Each session's next group: waiting, ready loads, ready stores."""

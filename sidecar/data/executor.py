@@ -45,7 +45,6 @@ from sidecar.data.index_writer import IndexUpdater
 from sidecar.data.read import SegmentReader
 from sidecar.logs import fields
 from sidecar.protocol import Outcome
-from tiers.catalog.names import object_name
 from tiers.catalog.rows import Row
 from tiers.errors import ChunkCorrupt, TierExpired, TierFull, TierUnavailable
 from tiers.store.client import run_to_end
@@ -59,7 +58,7 @@ if TYPE_CHECKING:
     from sidecar.catalog.service import Catalogs
     from sidecar.data.copies import Copies
     from sidecar.protocol import ServerMessage
-    from sidecar.sessions.namespaces import RankLayout, RealmLayout, Realms
+    from sidecar.sessions.namespaces import RealmLayout, Realms
     from sidecar.sessions.session import Sessions
     from tiers.store.object_tier import ObjectTier
 
@@ -140,8 +139,8 @@ class Executor:
                     self._start(self._read, command)
                 case Quarantine():
                     # Named now: its realm may be forgotten before the task begins.
-                    _, name = self._object(command.realm_id, command.bit, command.key)
-                    self._start(self._quarantine, name)
+                    realm = self._realms[command.realm_id]
+                    self._start(self._quarantine, realm.object_name(command.bit, command.key))
                 case Withdraw():
                     self._withdraw(command)
                 case Resume():
@@ -175,13 +174,9 @@ class Executor:
             )
         )
 
-    def _object(self, realm_id: int, bit: int, key: bytes) -> tuple[RankLayout, str]:
-        realm = self._realms[realm_id]
-        holder = realm.by_bit(bit)
-        return holder, object_name(realm.namespace_digest, key, holder.layout.segment)
-
     async def _write(self, command: Write) -> None:
-        rank, name = self._object(command.realm_id, command.rank, command.key)
+        realm = self._realms[command.realm_id]
+        rank, name = realm.ranks[command.rank], realm.object_name(command.rank, command.key)
         template = rank.templates[command.num_blocks]
         image = self._pool[command.slot : command.slot + template.image_bytes]
         outcome, written_at = StoreOutcome.UNAVAILABLE, 0
@@ -191,7 +186,7 @@ class Executor:
             if command.verify:
                 await run_to_end(lambda: template.verify_payload(image), self._verifying)
             await self._store.write(name, image)
-            written_at = self._announce(command, rank, template.image_bytes)
+            written_at = self._announce(command, realm, template.image_bytes)
             outcome = StoreOutcome.OK
         except ChunkCorrupt as error:
             outcome = StoreOutcome.CORRUPT
@@ -207,19 +202,18 @@ class Executor:
         num_bytes = template.image_bytes if outcome is StoreOutcome.OK else 0
         self._feed(Written(command.write_id, outcome, num_bytes, written_at))
 
-    def _announce(self, command: Write, rank: RankLayout, size_bytes: int) -> int:
+    def _announce(self, command: Write, realm: RealmLayout, size_bytes: int) -> int:
         """Announce an object in the catalog; returns when it was written."""
         assert self._catalogs is not None, "the engine writes only where there is a store"
         row = Row(
             key=command.key,
-            segment=rank.layout.segment.name,
+            segment=realm.ranks[command.rank].layout.segment.name,
             written_at=0,
             size_bytes=size_bytes,
             num_blocks=command.num_blocks,
             parent=command.parent,
             tenant=command.tenant,
         )
-        realm = self._realms[command.realm_id]
         return self._catalogs.announce_written(realm, row, later_than=command.written_after)
 
     def _withdraw(self, command: Withdraw) -> None:

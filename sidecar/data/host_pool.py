@@ -1,12 +1,18 @@
 """Host memory as this sidecar's file: opened, scanned, mapped ahead, kept or removed.
 
-Owns how the pool's lifetime is tied to the process, the log lines about it, and the map from a
-rank's chunk geometry to the pool's slot class. Does not own slots and the file
-(`tiers/pool/host_pool.py`), or what becomes of what it held (`core/engine.py`).
+Owns how the pool's lifetime is tied to the process, the log lines about it, the images in slots
+that an earlier process sealed, and the map from a rank's chunk geometry to the pool's slot class.
+Does not own slots and the file (`tiers/pool/host_pool.py`), or what becomes of what it held
+(`core/engine.py`).
+
+Slots of an earlier process are checked as foreign bytes: header and footer must equal, byte for
+byte, what the slot's own descriptor makes of them, and the row must match its hash. Payloads are
+verified before their first use: here that would read all of the memory.
 
 Invariants: a sidecar that ends in order keeps its memory if `host.after_stop` says so and the
 memory holds something; one that ends because of a bug keeps none, because its last decisions cannot
-be trusted.
+be trusted; no claim of a slot costs more than the slot is large; the number of templates is
+bounded, whatever the slots claim, and the claims of many slots go first.
 """
 
 from __future__ import annotations
@@ -16,28 +22,38 @@ import functools
 import logging
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 import anyio
+import numpy as np
 
 from sidecar.core.commands import RestoredSlot
 from sidecar.core.retention import read_tag
 from sidecar.errors import StartError
 from sidecar.logs import fields
-from tiers.errors import PoolError
+from tiers.errors import ChunkCorrupt, PoolError
+from tiers.kv.arrow_file import PAGE_BYTES, Descriptor, find_descriptor
+from tiers.kv.slot_image import claimed_template
 from tiers.pool.file import check_pool
 from tiers.pool.host_pool import POPULATE_BYTES_PER_CALL, HostPool
 from tiers.pool.numa import Placement, sample
-from tiers.pool.recovery import FoundImage, rescan
 from tiers.store.client import run_to_end
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Generator
+    from collections.abc import Collection, Generator
+
+    import numpy.typing as npt
 
     from sidecar.config.model import Config
+    from tiers.kv.copy import Bytes
     from tiers.kv.layout import ChunkLayout
+    from tiers.kv.slot_image import SlotTemplate
+    from tiers.pool.table import SealedSlots
 
-_Raised: TypeAlias = type[BaseException] | None
+
+TEMPLATES_MAX: Final = 4096
+"""A realm of 16 blocks per chunk and 8 ranks has 128."""
+_SLOTS_PER_BATCH: Final = 1024
 
 _logger = logging.getLogger("kvlake.server")
 
@@ -49,14 +65,13 @@ def open_pool(config: Config) -> tuple[HostPool, tuple[RestoredSlot, ...]]:
     """
     path = config.pool_path
     began = time.monotonic()
-    placement = placement_of(config)
     with _pool_errors():
         pool = HostPool.open(
             path,
             config.host.size,
             prefault=config.host.prefault,
             threads=config.host.touching_threads,
-            placement=placement,
+            placement=Placement.of(config.host.numa),
         )
     _log_placement(pool)
     if pool.emptied:
@@ -81,7 +96,7 @@ def open_pool(config: Config) -> tuple[HostPool, tuple[RestoredSlot, ...]]:
             seconds=round(time.monotonic() - began, 3),
         ),
     )
-    return pool, tuple(map(_restored, images))
+    return pool, tuple(images)
 
 
 def placement_of(config: Config, root: Path = Path("/")) -> Placement:
@@ -93,7 +108,7 @@ def placement_of(config: Config, root: Path = Path("/")) -> Placement:
 
 
 def check_host(config: Config) -> None:
-    """Raise `StartError` where `open_pool` would for the pool's files. Changes nothing."""
+    """Raise `StartError` where `open_pool` would. Changes nothing."""
     with _pool_errors():
         check_pool(config.pool_path, config.host.size)
 
@@ -120,37 +135,73 @@ def _log_placement(pool: HostPool) -> None:
             _logger.info("host memory placed", extra=told)
 
 
-def _restored(image: FoundImage) -> RestoredSlot:
-    tenant, retention = read_tag(image.tag)
-    return RestoredSlot(
-        slot=image.offset,
-        namespace=image.namespace_digest,
-        geometry=image.geometry,
-        num_blocks=image.num_blocks,
-        key=image.key,
-        parent=image.parent,
-        tenant=tenant,
-        sealed=image.sealed,
-        used=image.used,
-        retention=retention,
-    )
+def rescan(memory: Bytes, slots: SealedSlots) -> tuple[list[RestoredSlot], list[int]]:
+    """The images in sealed slots in order of their last use, and the slots without one."""
+    claims: dict[tuple[Descriptor | None, int], list[int]] = {}
+    offsets: list[int] = slots.offsets.tolist()
+    sizes: list[int] = slots.slot_bytes.tolist()
+    for row, (offset, slot_bytes) in enumerate(zip(offsets, sizes, strict=True)):
+        claimed = find_descriptor(memory[offset : offset + PAGE_BYTES].tobytes())
+        claims.setdefault((claimed, slot_bytes), []).append(row)
+    images: list[RestoredSlot] = []
+    in_order = sorted(claims.items(), key=lambda claim: -len(claim[1]))
+    for (claimed, slot_bytes), rows in in_order[:TEMPLATES_MAX]:
+        if claimed is None:
+            continue
+        try:
+            template = claimed_template(claimed, slot_bytes)
+        except ChunkCorrupt:
+            continue
+        if template.image_bytes <= slot_bytes:
+            for first in range(0, len(rows), _SLOTS_PER_BATCH):
+                batch = rows[first : first + _SLOTS_PER_BATCH]
+                images += _images(memory, slots, template, np.array(batch))
+    images.sort(key=lambda image: image.used)
+    good = {image.slot for image in images}
+    return images, [offset for offset in offsets if offset not in good]
 
 
-def closing(
-    pool: HostPool, *, keep: bool, option: str = ""
-) -> Callable[[_Raised, object, object], None]:
-    """An exit callback that keeps or removes the pool's memory. No copy may run then.
+def _images(
+    memory: Bytes, slots: SealedSlots, template: SlotTemplate, rows: npt.NDArray[np.int64]
+) -> list[RestoredSlot]:
+    geometry = template.layout.geometry
+    images: list[RestoredSlot] = []
+    found = template.examine(memory, slots.offsets[rows])
+    for row, names in zip(rows.tolist(), found, strict=True):
+        if names is None:
+            continue
+        tenant, retention = read_tag(slots.tags[row].tobytes())
+        image = RestoredSlot(
+            slot=int(slots.offsets[row]),
+            namespace=template.namespace_digest,
+            geometry=geometry,
+            num_blocks=template.num_blocks,
+            key=names[0],
+            parent=names[1],
+            tenant=tenant,
+            sealed=int(slots.sealed[row]),
+            used=int(slots.used[row]),
+            retention=retention,
+        )
+        images.append(image)
+    return images
+
+
+@contextlib.contextmanager
+def closing(pool: HostPool, *, keep: bool, option: str = "") -> Generator[None]:
+    """Keep or remove the pool's memory at the end. No copy may run then.
 
     `option` names the configuration in a command (`Config.option`).
     """
-
-    def close(raised: _Raised, error: object, traceback: object) -> None:
-        del error, traceback
+    try:
+        yield
+    except Exception as error:
         # `StartError` is no bug, and a cancellation is no Exception.
-        kind = raised or StartError
-        bug = issubclass(kind, Exception) and not issubclass(kind, StartError)
+        keep = keep and isinstance(error, StartError)
+        raise
+    finally:
         path, used_bytes = pool.path, pool.stats().used_bytes
-        leaked = pool.close(keep=keep and not bug)
+        leaked = pool.close(keep=keep)
         if leaked:
             _logger.error("slots were still in use at the end", extra=fields(slots=len(leaked)))
         if path.exists():
@@ -159,8 +210,6 @@ def closing(
                 option,
                 extra=fields(path=path, file_bytes=path.stat().st_size, used_bytes=used_bytes),
             )
-
-    return close
 
 
 async def map_ahead(pool: HostPool) -> None:
@@ -193,7 +242,6 @@ class PoolSlots:
         self.touch = pool.touch
         self.free = pool.free
         self.class_of = pool.class_of
-        self.slot_bytes = pool.slot_bytes
 
     def register(self, layout: ChunkLayout, slot_bytes: int) -> None:
         """Register the slot size of a geometry. Raises `PoolError` where no slot of it fits."""
@@ -209,6 +257,10 @@ class PoolSlots:
     def slot_class(self, layout: ChunkLayout) -> int:
         """See `SlotAllocator.slot_class`."""
         return self._classes[layout]
+
+    def slot_bytes(self, class_id: int) -> int:
+        """The class itself: the pool names its classes by the size of their slots."""
+        return class_id
 
     @property
     def size_bytes(self) -> int:

@@ -1,8 +1,8 @@
 """Writes the shared indexes as the engine commands, and grows them.
 
-Owns turning commands into entries, and when an index is replaced by a larger one: a small one at
-once, a large one a few slots at a time, so that the event loop is held for milliseconds. Does not
-own the tables (`tiers/kv/index.py`), or who reads them.
+Owns turning commands into entries, and when an index is replaced by a larger one: a few slots at a
+time, so that the event loop is held for milliseconds. Does not own the tables
+(`tiers/kv/index.py`), or who reads them.
 
 Invariants: until the larger index takes its place, readers have the smaller one, which is true but
 for entries that found no room in it; one growth of a realm runs at a time, and ends at its next
@@ -12,7 +12,6 @@ next entry after a pause tries again.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from typing import TYPE_CHECKING, Final
 
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
     from sidecar.core.commands import IndexOffer, IndexSet
     from sidecar.sessions.namespaces import RealmLayout
 
-SLOTS_AT_ONCE_MAX: Final = 1 << 17
-"""An index of this size grows in some 10 ms."""
 INDEX_RETRY_SECONDS: Final = 10.0
 
 _logger = logging.getLogger("kvlake.index")
@@ -48,7 +45,7 @@ _logger = logging.getLogger("kvlake.index")
 class IndexUpdater:
     """Writes the indexes of all realms. `moved` is called when a realm has another index.
 
-    `start` runs `grow` for a realm whose index could not grow at once.
+    `start` runs `grow` for a realm whose index is full.
     """
 
     def __init__(
@@ -85,60 +82,38 @@ class IndexUpdater:
             await event.wait()
 
     async def grow(self, realm: RealmLayout) -> None:
-        """Replace an index by a larger one, a few slots at a time."""
-        smaller = realm.index
+        """Replace an index by larger ones until its entries have room, a few slots at a time."""
         try:
-            larger = await anyio.to_thread.run_sync(IndexWriter, 2 * smaller.capacity_entries)
+            while realm.index.needs_growth and not realm.forgotten:
+                entries = 2 * realm.index.capacity_entries
+                await self._replace(realm, await anyio.to_thread.run_sync(IndexWriter, entries))
         except OSError as error:
             _logger.error(  # noqa: TRY400 (for an operator)
                 "no memory for a larger index: entries that find no room in it are not offered",
-                extra=fields(entries=len(smaller), error=error),
+                extra=fields(entries=len(realm.index), error=error),
             )
             self._growing[realm.realm_id].set()
             await anyio.sleep(INDEX_RETRY_SECONDS)
-            del self._growing[realm.realm_id]
-            return
-        self.growing_bytes += larger.size_bytes
-        try:
-            filled = await _filled(realm, larger)
-        except BaseException:
-            larger.close()
-            raise
-        finally:
-            self.growing_bytes -= larger.size_bytes
-        if filled:
-            self._replace(realm, larger)
-        else:
-            larger.close()
         self._growing.pop(realm.realm_id).set()
 
     def _grow_if_full(self, realm: RealmLayout) -> None:
-        while realm.index.needs_growth and realm.realm_id not in self._growing:
-            larger: IndexWriter | None = None
-            if realm.index.slots <= SLOTS_AT_ONCE_MAX:
-                # Without memory for it, `grow` logs that, and waits.
-                with contextlib.suppress(OSError):
-                    larger = realm.index.grown()
-            if larger is None:
-                self._growing[realm.realm_id] = anyio.Event()
-                self._start(realm)
-            else:
-                self._replace(realm, larger)
+        if realm.index.needs_growth and realm.realm_id not in self._growing:
+            self._growing[realm.realm_id] = anyio.Event()
+            self._start(realm)
 
-    def _replace(self, realm: RealmLayout, larger: IndexWriter) -> None:
-        smaller, realm.index = realm.index, larger
-        self._moved(realm)
-        # Readers of the old mapping miss until they take the new one.
-        smaller.close()
-
-
-async def _filled(realm: RealmLayout, larger: IndexWriter) -> bool:
-    """Copy a realm's index into a larger one. False where the realm was forgotten meanwhile."""
-    growth: IndexGrowth | None = None
-    while not realm.forgotten:
-        growth = growth or IndexGrowth(realm.index, larger)
-        if growth.step():
-            growth.finish()
-            return True
-        await anyio.lowlevel.checkpoint()
-    return False
+    async def _replace(self, realm: RealmLayout, larger: IndexWriter) -> None:
+        """Fill `larger` and let it take the index's place, unless the realm is forgotten before."""
+        smaller, unused = realm.index, larger
+        self.growing_bytes += larger.size_bytes
+        try:
+            growth = IndexGrowth(smaller, larger)
+            while not realm.forgotten:
+                if growth.step():
+                    realm.index, unused = growth.finish(), smaller
+                    self._moved(realm)
+                    break
+                await anyio.lowlevel.checkpoint()
+        finally:
+            self.growing_bytes -= larger.size_bytes
+            # Readers of the old mapping miss until they take the new one.
+            unused.close()

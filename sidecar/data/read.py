@@ -30,7 +30,6 @@ import numpy as np
 
 from sidecar.core.commands import Read, ReadDone, StoreOutcome
 from sidecar.logs import fields
-from tiers.catalog.names import object_name
 from tiers.errors import (
     ChunkCorrupt,
     ChunkMissing,
@@ -51,14 +50,12 @@ from tiers.store.client import run_to_end
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import numpy.typing as npt
-
     from sidecar.sessions.namespaces import RankLayout, RealmLayout
+    from tiers.kv.copy import Bytes
     from tiers.kv.layout import ChunkLayout
     from tiers.kv.slot_image import SlotTemplate
     from tiers.store.object_tier import ObjectTier
 
-    Bytes = npt.NDArray[np.uint8]
 
 RESHARDED_CHUNKS_MAX: Final = 4
 REREADS_MAX: Final = 2
@@ -108,7 +105,7 @@ class SegmentReader:
         except SourceError as error:
             return await self._source_failed(realm, command, error)
         except Exception as error:
-            name = _name(realm, command.key, command.rank)
+            name = realm.object_name(command.rank, command.key)
             return ReadDone(command.read_id, self._outcome(error, name, foreign=False))
         return ReadDone(command.read_id, StoreOutcome.OK, meta.num_blocks, meta.parent, num_bytes)
 
@@ -118,7 +115,7 @@ class SegmentReader:
         """Fetch and verify the rank's own object, in whatever blocks it was stored."""
         rank = realm.ranks[command.rank]
         verifier = StreamingVerifier(rank, command.key, slot)
-        name = _name(realm, command.key, command.rank)
+        name = realm.object_name(command.rank, command.key)
         try:
             num_bytes = await self._store.read(name, slot, seen=verifier)
         except ImageTruncated:
@@ -182,7 +179,7 @@ class SegmentReader:
 
         async def fetch(bit: int) -> None:
             nonlocal num_bytes
-            name = _name(realm, command.key, bit)
+            name = realm.object_name(bit, command.key)
             try:
                 download = chunk.downloads.get(name)
                 if download is None:
@@ -220,7 +217,7 @@ class SegmentReader:
         cause: BaseException = error.__cause__ or error
         foreign = error.bit != command.rank
         failed = error.bit if foreign else -1
-        name = _name(realm, command.key, error.bit)
+        name = realm.object_name(error.bit, command.key)
         if isinstance(cause, ChunkCorrupt) and (is_damaged(cause) or not foreign):
             try:
                 confirmed = await self._damaged_again(error, name, realm, command.key)
@@ -321,8 +318,7 @@ class StreamingVerifier:
         self._hasher = payload_hasher()
         self._received_bytes = 0
         self._verified_bytes = -1
-        self._meta: SegmentMeta | None = None
-        self._error: Exception | None = None
+        self._found: SegmentMeta | Exception | None = None
 
     def __call__(self, size_bytes: int, first: int, last: int) -> None:
         """In the receiving thread: these bytes are in the slot. A size of 0 begins a retry."""
@@ -355,11 +351,11 @@ class StreamingVerifier:
     def _finish(self, size_bytes: int) -> None:
         digest = self._hasher.digest()
         try:
-            self._meta, self._error = self._verify(self._slot[:size_bytes], digest), None
+            self._found = self._verify(self._slot[:size_bytes], digest)
         except Exception as error:
             # `result` raises it: for the receiving thread this is not a failure of the store.
             # Its traceback would keep this object, and through it a view of the slot.
-            self._meta, self._error = None, error.with_traceback(None)
+            self._found = error.with_traceback(None)
         self._verified_bytes = size_bytes
 
     def has_verified(self, num_bytes: int) -> bool:
@@ -373,9 +369,9 @@ class StreamingVerifier:
         """
         if not self.has_verified(num_bytes):
             return self._verify(self._slot[:num_bytes], None)
-        if self._error is not None:
-            raise self._error
-        return self._meta
+        if isinstance(self._found, Exception):
+            raise self._found
+        return self._found
 
     def _verify(self, image: Bytes, digest: bytes | None) -> SegmentMeta | None:
         rank = self._rank
@@ -454,7 +450,3 @@ def is_damaged(error: BaseException | None) -> bool:
     object with the expected header and other bytes is certainly damaged.
     """
     return isinstance(error, ImageChecksumMismatch | ObjectOdd)
-
-
-def _name(realm: RealmLayout, key: bytes, bit: int) -> str:
-    return object_name(realm.namespace_digest, key, realm.by_bit(bit).layout.segment)

@@ -23,11 +23,9 @@ import anyio
 from sidecar.errors import AttachRefused
 from sidecar.logs import fields
 from sidecar.protocol import KIND_CUDA_IPC
-from tiers.cuda.calibration import describe_rates
-from tiers.cuda.device import Device, DeviceMemory
+from tiers.cuda.device import Device, DeviceMemory, PinnedMemory
 from tiers.cuda.driver import driver
 from tiers.cuda.errors import CudaFailed
-from tiers.cuda.pinned_memory import PinnedMemory
 from tiers.store.client import run_to_end
 
 if TYPE_CHECKING:
@@ -105,7 +103,7 @@ class Gpus:
                 name=device.driver.name(device.ordinal),
                 batches=found.batches,
                 planes=found.planes,
-                gb_per_second=describe_rates(found),
+                gb_per_second=found.describe_rates(),
             ),
         )
         return device

@@ -29,6 +29,7 @@ import msgspec
 from sidecar.core.directory import FOREIGN_MAX
 from sidecar.errors import AttachRefused
 from sidecar.protocol import tiers_owner
+from tiers.catalog.names import object_name
 from tiers.errors import LayoutError
 from tiers.kv.arrow_file import PAGE_BYTES, find_descriptor
 from tiers.kv.index import IndexWriter
@@ -142,6 +143,10 @@ class RealmLayout:
     def by_bit(self, bit: int) -> RankLayout:
         """The segment that a bit of a mask of the store stands for."""
         return self.ranks[bit] if bit < self.world_size else self.foreign[bit - self.world_size]
+
+    def object_name(self, bit: int, key: bytes) -> str:
+        """The object of that segment of a chunk."""
+        return object_name(self.namespace_digest, key, self.by_bit(bit).layout.segment)
 
     def register_foreign(self, names: Iterable[str]) -> None:
         """Add segments of other parallel layouts that overlap with this realm's ranks."""

@@ -303,7 +303,7 @@ class TestIndexMoved:
         peer, _ = sidecar.admit()
         session = live(client)
         # Two at once: the thread may take both before the engine looks.
-        small, large = sidecar.index.grown(), IndexWriter(1024)
+        small, large = IndexWriter(512), IndexWriter(1024)
         large.set(tag_of(KEY, SALT), FLAG_HOST)
         for index in (small, large):
             peer.reply(frame_stream(encode(IndexMoved(7, index.size_bytes))), (index.fd,))

@@ -35,9 +35,8 @@ def own(layout, seed, vmm):
 READER = """
 import mmap, os, numpy as np
 from tiers.kv.copy import CopyPlan
-from tiers.cuda.device import Device
+from tiers.cuda.device import Device, PinnedMemory
 from tiers.cuda.driver import driver
-from tiers.cuda.pinned_memory import PinnedMemory
 pool = np.frombuffer(mmap.mmap(-1, 1 << 20), dtype=np.uint8)
 def ready(uuid, inflight=1 << 20, chunk_bytes=1 << 16, strided="batch"):
     global device, pins

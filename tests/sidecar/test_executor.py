@@ -30,7 +30,6 @@ from sidecar.data.copies import Copies
 from sidecar.data.executor import Executor
 from sidecar.protocol import Outcome
 from sidecar.sessions.namespaces import RankLayout
-from tests import places
 from tests.sidecar.bench import LAYOUT, Bench, until
 from tests.sidecar.client import key_of
 from tiers.catalog.names import object_name
@@ -286,10 +285,7 @@ async def test_copies_of_a_session_that_is_gone_are_revoked(bench: Bench, tmp_pa
         assert ended.outcome is Outcome.REVOKED
 
 
-async def test_a_large_index_grows_beside_the_other_commands(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    places.patch(monkeypatch, "SLOTS_AT_ONCE_MAX", 1024)
+async def test_an_index_grows_beside_the_other_commands(bench: Bench, tmp_path: Path) -> None:
     bench.realm.index.close()
     smaller = bench.realm.index = IndexWriter(1000)
     count = smaller.capacity_entries + 1

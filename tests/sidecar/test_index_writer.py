@@ -1,4 +1,4 @@
-"""Indexes that grow, at once or while entries come and go, and what happens without memory."""
+"""Indexes that grow while entries come and go, and what happens without memory."""
 
 from __future__ import annotations
 
@@ -38,8 +38,6 @@ from tiers.kv.index import (
 Keys = npt.NDArray[np.uint8]
 
 SMALL_ENTRIES, LARGE_ENTRIES = 10_000, 40_000
-SLOTS_AT_ONCE_MAX = 2 * SLOTS_PER_PASS
-"""As if this many took 10 ms: the large one has twice as many, the small one half."""
 FDS_PER_INDEX = 2
 
 
@@ -75,8 +73,7 @@ class Bench:
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    places.patch(monkeypatch, "SLOTS_AT_ONCE_MAX", SLOTS_AT_ONCE_MAX)
+def bench() -> Iterator[Bench]:
     realms = Realms()
     (realm,) = realms.join(attach_message(Role.SCHEDULER).parts)
     made = Bench(
@@ -130,12 +127,15 @@ def mappings() -> int:
     return count
 
 
-def test_a_small_index_grows_at_once(bench: Bench) -> None:
+async def test_an_index_grows_until_everything_has_room(bench: Bench) -> None:
     smaller, reader = indexed(bench, SMALL_ENTRIES), bench.read()
-    keys = filled(bench)
-    assert not bench.starts
-    assert bench.moved == [bench.realm.index]
-    assert bench.realm.index.slots == 2 * smaller.slots
+    keys = keys_of(3 * smaller.capacity_entries)
+    bench.offer(keys)
+    assert bench.starts == [bench.realm]
+    await bench.indexes.grow(bench.realm)
+    assert len(bench.moved) == 2
+    assert bench.moved[-1] is bench.realm.index
+    assert bench.realm.index.slots == 4 * smaller.slots
     assert bench.flags(keys) == [FLAG_STORE]
     assert bench.flags(keys, reader) == [0], "who reads the old mapping misses"
 
@@ -227,9 +227,8 @@ async def test_without_memory_the_smaller_index_stays_and_it_is_tried_again(
     assert np.count_nonzero(found) > 0.99 * len(keys)
 
     bench.set(keys[0], host=True, store=True)
-    if entries == LARGE_ENTRIES:
-        assert bench.starts == [bench.realm] * 2
-        await bench.indexes.grow(bench.realm)
+    assert bench.starts == [bench.realm] * 2
+    await bench.indexes.grow(bench.realm)
     assert bench.moved == [bench.realm.index]
     assert bench.realm.index.slots == 2 * smaller.slots
     assert bench.flags(keys[:1]) == [FLAG_HOST | FLAG_STORE]

@@ -145,7 +145,7 @@ class Balance:
         for slot, tenant in self.tenants.items():
             if slot in unclaimed:
                 continue
-            held[tenant] += pool.slot_bytes(pool.class_of(slot))
+            held[tenant] += pool.class_of(slot)
         for tenant, num_bytes in held.items():
             limit = self._limit_of(tenant)
             if limit is not None and num_bytes > limit:

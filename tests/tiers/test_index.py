@@ -140,11 +140,18 @@ def test_reader_sees_what_a_dict_would_hold(
     if growth is not None:
         writer = over(writer, growth)
     while writer.needs_growth:
-        writer, before = writer.grown(), writer
+        writer, before = grown(writer), writer
         before.close()
     with reading(writer) as reader:
         assert look(reader, tags) == [model.get(tag, 0) for tag in tags]
     writer.close()
+
+
+def grown(writer: IndexWriter) -> IndexWriter:
+    growth = IndexGrowth(writer, IndexWriter(2 * writer.capacity_entries))
+    while not growth.step():
+        pass
+    return growth.finish()
 
 
 def over(before: IndexWriter, growth: IndexGrowth) -> IndexWriter:
@@ -209,7 +216,7 @@ def test_growth_keeps_every_entry_and_the_old_mapping_until_it_is_closed() -> No
         assert not writer.needs_growth
         writer.set(tag, 1 + number % 3)
     assert writer.needs_growth
-    larger = writer.grown()
+    larger = grown(writer)
     expected = [1 + number % 3 for number in range(len(tags))]
     with reading(writer) as before, reading(larger) as after:
         assert larger.capacity_entries == 2 * capacity
@@ -254,7 +261,7 @@ def test_colliding_tags_overflow_and_do_not_ask_for_growth() -> None:
         writer.set(tags[18], 0)
         assert look(reader, tags) == [0] + [FLAG_STORE] * 7 + [0] * 11 + [FLAG_HOST]
         assert len(writer) == 18
-    larger = writer.grown()
+    larger = grown(writer)
     assert len(larger) == 18
     writer.close()
     larger.close()

@@ -14,23 +14,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import mmap
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 
-from tiers.cuda.descriptors import Descriptors, Planes
+from tiers.cuda.descriptors import Descriptors
 from tiers.cuda.errors import CudaFailed, DeviceLost
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import numpy.typing as npt
-
     from tiers.cuda.copy_stream import CopyStream
     from tiers.cuda.driver import Driver
+    from tiers.kv.copy import Bytes
 
-    Bytes = npt.NDArray[np.uint8]
 
 Strided = Literal["auto", "batch", "2d"]
 
@@ -46,22 +43,22 @@ _REPEATS: Final = 2
 """The first warms up."""
 _TRIAL_WIDTH_BYTES: Final = 256
 _kept: list[mmap.mmap] = []
-"""Memory that a device may still write to, since it was lost or did not finish."""
+"""Memory in use, or that a device may still write to, since it was lost or did not finish."""
 
 
-@dataclass(slots=True)
-class CalibrationResult:
-    """Which ways to copy are used, and why others are not."""
+class Calibration:
+    """Which ways to copy are used on one device, and why others are not."""
 
-    batches: bool = False
-    planes: bool = False
-    """Whether 2D copies are correct."""
-    reasons: list[str] = field(default_factory=list[str])
-    """Why something is not used, one line each."""
-    rates: dict[str, dict[int, tuple[float, float]]] = field(
-        default_factory=dict[str, dict[int, tuple[float, float]]]
-    )
-    """By direction and bytes of a run: GB/s in batches and as 2D copies. Empty if not timed."""
+    def __init__(self, driver: Driver, streams: dict[str, CopyStream]) -> None:
+        self._driver = driver
+        self._streams = streams
+        self.batches = False
+        self.planes = False
+        """Whether 2D copies are correct."""
+        self.reasons: list[str] = []
+        """Why something is not used, one line each."""
+        self.rates: dict[str, dict[int, tuple[float, float]]] = {}
+        """By direction and bytes of a run: GB/s in batches and as 2D copies. Empty if not timed."""
 
     def pays(self, direction: str, width_bytes: int) -> bool:
         """Whether 2D copies of runs of `width_bytes` are faster."""
@@ -72,73 +69,68 @@ class CalibrationResult:
         batch, plane = rates[nearest]
         return plane > batch * FASTER_BY
 
+    def describe_rates(self) -> dict[str, Any]:
+        """For a log line: GB/s in batches / as 2D copies, by direction and KiB of a run."""
+        return {
+            name: {
+                f"{width >> 10}KiB": f"{batch:.1f}/{plane:.1f}"
+                for width, (batch, plane) in rates.items()
+            }
+            for name, rates in self.rates.items()
+        }
 
-class Calibration:
-    """For one device, whose context is current. Raises `CudaFailed` if the device itself fails."""
+    def run(self, strided: Strided) -> None:
+        """Test and time everything, then configure the streams.
 
-    def __init__(self, driver: Driver, streams: dict[str, CopyStream]) -> None:
-        self._driver = driver
-        self._streams = streams
-        self._found = CalibrationResult()
-
-    def run(self, strided: Strided) -> CalibrationResult:
-        """Test and time everything, then configure the streams."""
+        The device's context is current. Raises `CudaFailed` if the device itself fails.
+        """
         host_bytes = max(4 * _ROWS * _TRIAL_WIDTH_BYTES, TIMED_BYTES if strided == "auto" else 0)
-        # The distance between rows is twice their size, hence twice the room.
-        self._there = int(self._driver.call("cuMemAlloc", 2 * host_bytes))
-        staging = mmap.mmap(-1, host_bytes)
+        call, staging = self._driver.call, mmap.mmap(-1, host_bytes)
         self._host: Bytes = np.frombuffer(staging, dtype=np.uint8)
-        try:
-            self._driver.call("cuMemHostRegister", self._host.ctypes.data, host_bytes, 1)
-        except CudaFailed:
-            self._driver.call("cuMemFree", self._there)
-            raise
-        try:
-            self._configure(strided)
-        except CudaFailed:
-            _kept.append(staging)
-            raise
-        for stream in self._streams.values():
-            stream.drain()
-        try:
-            self._driver.call("cuMemHostUnregister", self._host.ctypes.data)
-        except CudaFailed:
+        with contextlib.ExitStack() as undo:
+            # The distance between rows is twice their size, hence twice the room.
+            self._there = int(call("cuMemAlloc", 2 * host_bytes))
+            undo.callback(call, "cuMemFree", self._there)
+            call("cuMemHostRegister", self._host.ctypes.data, host_bytes, 1)
             # Registered memory must not be unmapped: the address would be reused.
             _kept.append(staging)
-            raise
-        finally:
-            self._driver.call("cuMemFree", self._there)
-        return self._found
+            try:
+                self._configure(strided)
+            except CudaFailed:
+                undo.pop_all()
+                raise
+            for stream in self._streams.values():
+                stream.drain()
+            call("cuMemHostUnregister", self._host.ctypes.data)
+            _kept.remove(staging)
+            del self._host
 
     def _configure(self, strided: Strided) -> None:
         """Raises `CudaFailed` only for a device that is lost."""
-        found = self._found
         for stream in self._streams.values():
             stream.batches = True
-        found.batches = self._works("batches", lambda stream, it: stream.submit(it.pieces()))
+        self.batches = self._works("batches", Descriptors.pieces)
         for stream in self._streams.values():
-            stream.batches = found.batches
-        if strided == "batch" or not self._works(
-            "2D copies", lambda stream, it: stream.submit_planes(it)
-        ):
+            stream.batches = self.batches
+        if strided == "batch" or not self._works("2D copies", lambda planes: planes):
             return
-        found.planes = True
+        self.planes = True
         for name, stream in self._streams.items():
             stream.plane_pays = lambda _: True
             if strided == "auto":
                 self._time(name, stream)
-                stream.plane_pays = functools.partial(found.pays, name)
+                stream.plane_pays = functools.partial(self.pays, name)
 
-    def _works(self, what: str, submit: Callable[[CopyStream, Planes], int]) -> bool:
+    def _works(self, what: str, parts: Callable[[Descriptors], Descriptors]) -> bool:
         """Whether a way to copy is correct in both directions, compared with a plain copy."""
         size_bytes = _ROWS * _TRIAL_WIDTH_BYTES
         image, dense = self._host[: 2 * size_bytes], self._host[2 * size_bytes : 3 * size_bytes]
         chance = np.random.default_rng(len(what))
         rows = image.reshape(_ROWS, -1)[:, :_TRIAL_WIDTH_BYTES]
         planes = _planes(self._there, dense, _TRIAL_WIDTH_BYTES)
-        whole = Descriptors(*(np.array([one], dtype=np.uint64) for one in (
-            self._there, image.ctypes.data, image.size
-        )))  # fmt: skip
+        ends = (self._there, image.ctypes.data, image.size)
+        device, host, size = (np.array([one], dtype=np.uint64) for one in ends)
+        whole = Descriptors(device, host, size)
         right = True
         try:
             for name, source in (("to_device", dense), ("to_host", image)):
@@ -146,41 +138,37 @@ class Calibration:
                 source[:] = chance.integers(1, 256, source.size, dtype=np.uint8)
                 for direction in ("to_device", "to_host"):
                     stream = self._streams[direction]
-                    tried = direction == name
-                    number = submit(stream, planes) if tried else stream.submit(whole)
+                    number = stream.submit(parts(planes) if direction == name else whole)
                     stream.wait(number, seconds_max=SECONDS_MAX)
                 right = right and np.array_equal(rows.ravel(), dense)
         except CudaFailed as error:
             self._note(f"{what} failed their test", error)
             return False
         if not right:
-            self._found.reasons.append(f"{what} failed their test (the bytes differ)")
+            self.reasons.append(f"{what} failed their test (the bytes differ)")
         return right
 
     def _note(self, what: str, error: CudaFailed) -> None:
         """Keep a reason, or raise the error of a lost device."""
         if isinstance(error, DeviceLost) or any(one.lost for one in self._streams.values()):
             raise error
-        self._found.reasons.append(f"{what} ({error})")
+        self.reasons.append(f"{what} ({error})")
 
     def _time(self, name: str, stream: CopyStream) -> None:
-        rates = self._found.rates[name] = {}
+        rates = self.rates[name] = {}
         for width_bytes in TIMED_WIDTHS_BYTES:
             if not stream.takes_planes(width_bytes, 2 * width_bytes):
                 continue
             planes = _planes(self._there, self._host, width_bytes)
-            pieces = planes.pieces()
             try:
-                rates[width_bytes] = (
-                    self._rate(stream, functools.partial(stream.submit, pieces)),
-                    self._rate(stream, functools.partial(stream.submit_planes, planes)),
-                )
+                batch = self._rate(stream, planes.pieces())
+                rates[width_bytes] = batch, self._rate(stream, planes)
             except CudaFailed as error:
                 self._note(f"2D copies {name} could not be timed", error)
                 rates.clear()
                 return
 
-    def _rate(self, stream: CopyStream, submit: Callable[[], int]) -> float:
+    def _rate(self, stream: CopyStream, copy: Descriptors) -> float:
         """GB/s by the device's clock, the fastest of some repeats."""
         call = self._driver.call
         milliseconds: list[float] = []
@@ -193,7 +181,7 @@ class Calibration:
             stack.callback(stream.drain)
             for _ in range(_REPEATS):
                 stream.mark(begun)
-                number = submit()
+                number = stream.submit(copy)
                 stream.mark(ended)
                 stream.wait(number, seconds_max=SECONDS_MAX)
                 stream.wait_mark(ended, seconds_max=SECONDS_MAX)
@@ -201,25 +189,14 @@ class Calibration:
         return TIMED_BYTES / 1e6 / max(min(milliseconds), 1e-6)
 
 
-def _planes(there: int, memory: Bytes, width_bytes: int) -> Planes:
+def _planes(there: int, memory: Bytes, width_bytes: int) -> Descriptors:
     """All of `memory` as planes whose rows have twice their size as distance on the device."""
     plane_bytes = _ROWS * width_bytes
     at = np.arange(memory.size // plane_bytes, dtype=np.uint64) * np.uint64(plane_bytes)
-    return Planes(
+    return Descriptors(
         device=np.uint64(there) + at * np.uint64(2),
         host=np.uint64(memory.ctypes.data) + at,
         rows=np.full(len(at), _ROWS, dtype=np.uint64),
         width_bytes=width_bytes,
         pitch_bytes=2 * width_bytes,
     )
-
-
-def describe_rates(found: CalibrationResult) -> dict[str, Any]:
-    """The rates for a log line: GB/s in batches / as 2D copies, by direction and KiB of a run."""
-    return {
-        name: {
-            f"{width >> 10}KiB": f"{batch:.1f}/{plane:.1f}"
-            for width, (batch, plane) in rates.items()
-        }
-        for name, rates in found.rates.items()
-    }

@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from tiers.cuda.descriptors import cut, cut_planes
+from tiers.cuda.descriptors import cut
 from tiers.cuda.driver import check
 from tiers.cuda.errors import NOT_READY, CudaFailed, DeviceLost, failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tiers.cuda.descriptors import Addresses, Descriptors, Planes
+    from tiers.cuda.descriptors import Descriptors
     from tiers.cuda.driver import Driver
 
 DESCRIPTORS_MAX: Final = 1024
@@ -97,7 +97,7 @@ class CopyStream:
         """The error after which nothing can be copied any more, if any."""
 
     def takes_planes(self, width_bytes: int, pitch_bytes: int) -> bool:
-        """Whether planes of such rows can and should be submitted by `submit_planes`."""
+        """Whether planes of such rows can and should be submitted."""
         return (
             self.plane_pays is not None
             and width_bytes <= self._batch_bytes_max
@@ -106,46 +106,23 @@ class CopyStream:
         )
 
     def submit(self, copy: Descriptors) -> int:
-        """Queue a copy; returns its number for `wait`. Waits while too much is in flight.
+        """Queue a copy of ranges, or of planes that `takes_planes` accepts.
 
+        Returns its number for `wait`. Waits while too much is in flight.
         Raises `CudaFailed`. Parts queued before still run: `drain` before reusing their memory.
         """
-        pieces = cut(copy, self._batch_bytes_max)
-        targets, sources = pieces.device, pieces.host
-        if not self._to_device:
-            targets, sources = sources, targets
-        sizes = pieces.sizes
-
-        def issue(first: int, last: int) -> None:
-            self._copy(targets[first:last], sources[first:last], sizes[first:last])
-
-        return self._submit_all(sizes, DESCRIPTORS_MAX, issue)
-
-    def submit_planes(self, copy: Planes) -> int:
-        """As `submit`, for planes that `takes_planes` accepts."""
-        planes = cut_planes(copy, self._batch_bytes_max)
-
-        def issue(first: int, last: int) -> None:
-            for index in range(first, last):
-                self._copy_rows(planes, index)
-
-        sizes = planes.rows * np.uint64(planes.width_bytes)
-        return self._submit_all(sizes, PLANES_MAX, issue)
-
-    def _submit_all(
-        self, sizes: Addresses, count_max: int, issue: Callable[[int, int], None]
-    ) -> int:
-        """`issue` the entries from a first to a last one in batches; returns the last's number."""
+        parts = cut(copy, self._batch_bytes_max)
+        count_max = DESCRIPTORS_MAX if parts.flat else PLANES_MAX
         self._bind()
-        ends = np.cumsum(sizes.astype(np.int64))
+        ends = np.cumsum(parts.rows.astype(np.int64)) * parts.width_bytes
         number, first, done_bytes = 0, 0, 0
-        while first < len(sizes):
+        while first < len(ends):
             fitting = int(np.searchsorted(ends, done_bytes + self._batch_bytes_max, side="right"))
             last = max(first + 1, min(fitting, first + count_max))
             size_bytes = int(ends[last - 1]) - done_bytes
             number = self._when(
                 functools.partial(self._has_room, size_bytes),
-                functools.partial(self._submit_batch, issue, first, last, size_bytes),
+                functools.partial(self._submit_batch, parts, first, last, size_bytes),
             )
             first, done_bytes = last, done_bytes + size_bytes
         return number
@@ -154,16 +131,18 @@ class CopyStream:
         # A batch over the limit (a single descriptor never is) is submitted alone.
         return not self._flying or self._flying_bytes + size_bytes <= self._inflight_bytes_max
 
-    def _submit_batch(
-        self, issue: Callable[[int, int], None], first: int, last: int, size_bytes: int
-    ) -> int:
+    def _submit_batch(self, parts: Descriptors, first: int, last: int, size_bytes: int) -> int:
         event = (
             self._events.pop()
             if self._events
             else self._driver.call("cuEventCreate", _EVENT_DISABLE_TIMING)
         )
         try:
-            issue(first, last)
+            if parts.flat:
+                self._copy_ranges(parts, first, last)
+            else:
+                for index in range(first, last):
+                    self._copy_rows(parts, index)
         finally:
             # Also after a failure: a part of the batch may have been queued.
             code = self._record(int(event), self._handle)
@@ -176,8 +155,11 @@ class CopyStream:
             raise self.lost
         return self._submitted
 
-    def _copy(self, targets: Any, sources: Any, sizes: Any) -> None:
-        count = len(sizes)
+    def _copy_ranges(self, parts: Descriptors, first: int, last: int) -> None:
+        targets, sources = parts.device[first:last], parts.host[first:last]
+        if not self._to_device:
+            targets, sources = sources, targets
+        sizes, count = parts.rows[first:last], last - first
         if not self.batches or count <= PLAIN_DESCRIPTORS_MAX:
             for target, source, size in zip(
                 targets.tolist(), sources.tolist(), sizes.tolist(), strict=True
@@ -191,7 +173,7 @@ class CopyStream:
         )  # fmt: skip
         check("cuMemcpyBatchAsync", code)
 
-    def _copy_rows(self, planes: Planes, index: int) -> None:
+    def _copy_rows(self, planes: Descriptors, index: int) -> None:
         """One 2D copy. Called under the lock, which protects the structure."""
         plane = self._plane
         device, host = (_TO, _FROM) if self._to_device else (_FROM, _TO)
@@ -215,14 +197,7 @@ class CopyStream:
 
     def wait_mark(self, event: Any, *, seconds_max: float) -> None:
         """Return once `event` is reached. Raises `DeviceLost`, also after `seconds_max`."""
-
-        def reached() -> bool:
-            code = self._query(int(event))
-            if code and code != NOT_READY:
-                self._lose(failure("cuEventQuery", code))
-            return not code
-
-        self._when(reached, lambda: 0, seconds_max=seconds_max)
+        self._when(lambda: self._reached(event), lambda: 0, seconds_max=seconds_max)
 
     def drain(self) -> None:
         """Return once nothing submitted so far can still run. Never raises."""
@@ -254,16 +229,18 @@ class CopyStream:
     def _poll(self) -> None:
         while self._flying and self.lost is None:
             number, event, size_bytes = self._flying[0]
-            code = self._query(int(event))
-            if code == NOT_READY:
-                return
-            if code:
-                self._lose(failure("cuEventQuery", code))
+            if not self._reached(event):
                 return
             self._flying.popleft()
             self._flying_bytes -= size_bytes
             self._through = number
             self._events.append(event)
+
+    def _reached(self, event: Any) -> bool:
+        code = self._query(int(event))
+        if code and code != NOT_READY:
+            self._lose(failure("cuEventQuery", code))
+        return not code
 
     def _lose(self, error: CudaFailed) -> None:
         # After any error it is unknown which copies still run.

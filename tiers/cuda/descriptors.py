@@ -4,13 +4,13 @@ Owns the arithmetic from block ids to the arrays of a batch copy: the runs of ea
 runs joined, long ones cut for pacing, and those that cross two registrations of the pool cut in
 two. Runs of a block at a constant distance also form planes; one 2D copy moves a plane.
 
-Invariant: the descriptors and planes of a copy are disjoint and together are exactly its payload,
-so they may be copied in any order.
+Invariant: the descriptors of a copy are disjoint and together are exactly its payload, so they may
+be copied in any order.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -28,11 +28,30 @@ PLANE_ROWS_MIN: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Descriptors:
-    """`sizes[i]` bytes at `device[i]` correspond to those at `host[i]`."""
+    """`rows[i]` runs from `device[i]` on, `pitch_bytes` apart, and from `host[i]` on, dense.
+
+    Rows of one byte at a distance of one byte, the default, are a range of `rows[i]` bytes.
+    """
 
     device: Addresses
     host: Addresses
-    sizes: Addresses
+    rows: Addresses
+    width_bytes: int = 1
+    pitch_bytes: int = 1
+
+    @property
+    def flat(self) -> bool:
+        """Whether these are ranges, and not planes."""
+        return self.pitch_bytes == 1
+
+    def pieces(self) -> Descriptors:
+        """The same copy as ranges, run by run."""
+        index, number = _numbered(self.rows.astype(np.int64))
+        return Descriptors(
+            self.device[index] + number * np.uint64(self.pitch_bytes),
+            self.host[index] + number * np.uint64(self.width_bytes),
+            np.full(len(index), self.width_bytes, dtype=np.uint64),
+        )
 
 
 def _numbered(counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], Addresses]:
@@ -45,7 +64,7 @@ def _numbered(counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], Add
 def describe(
     runs: Runs, block_ids: npt.NDArray[np.int64], device_base: int, host_base: int
 ) -> Descriptors:
-    """Descriptors of a copy between `block_ids` at `device_base` and a payload at `host_base`."""
+    """The ranges of a copy between `block_ids` at `device_base` and a payload at `host_base`."""
     starts = (
         block_ids[:, np.newaxis] * runs.block_step_bytes + (runs.base_bytes + runs.starts_bytes)
     ).ravel()
@@ -57,28 +76,8 @@ def describe(
     return Descriptors(
         device=(device_base + starts[first]).astype(np.uint64),
         host=(host_base + first * runs.size_bytes).astype(np.uint64),
-        sizes=(counts * runs.size_bytes).astype(np.uint64),
+        rows=(counts * runs.size_bytes).astype(np.uint64),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Planes:
-    """`rows[i]` runs from `device[i]` on, `pitch_bytes` apart, and from `host[i]` on, dense."""
-
-    device: Addresses
-    host: Addresses
-    rows: Addresses
-    width_bytes: int
-    pitch_bytes: int
-
-    def pieces(self) -> Descriptors:
-        """The same copy, run by run."""
-        index, number = _numbered(self.rows.astype(np.int64))
-        return Descriptors(
-            self.device[index] + number * np.uint64(self.pitch_bytes),
-            self.host[index] + number * np.uint64(self.width_bytes),
-            np.full(len(index), self.width_bytes, dtype=np.uint64),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +108,12 @@ def describe_planes(
     block_ids: npt.NDArray[np.int64],
     device_base: int,
     host_base: int,
-) -> Planes:
-    """Planes of a copy between `block_ids` at `device_base` and a payload at `host_base`."""
+) -> Descriptors:
+    """The planes of a copy between `block_ids` at `device_base` and a payload at `host_base`."""
     first = runs.starts_bytes[:: shape.rows]
     starts = (block_ids[:, np.newaxis] * runs.block_step_bytes + (runs.base_bytes + first)).ravel()
     plane_bytes = shape.rows * runs.size_bytes
-    return Planes(
+    return Descriptors(
         device=(device_base + starts).astype(np.uint64),
         host=(host_base + np.arange(len(starts)) * plane_bytes).astype(np.uint64),
         rows=np.full(len(starts), shape.rows, dtype=np.uint64),
@@ -123,49 +122,34 @@ def describe_planes(
     )
 
 
-def cut_planes(found: Planes, bytes_max: int) -> Planes:
-    """The same copy with no plane over `bytes_max`, which is at least one row."""
-    rows_max = bytes_max // found.width_bytes
-    parts = -(-found.rows.astype(np.int64) // rows_max)
-    if len(parts) == 0 or parts.max() == 1:
-        return found
-    index, number = _numbered(parts)
-    first = number * np.uint64(rows_max)
-    return Planes(
-        found.device[index] + first * np.uint64(found.pitch_bytes),
-        found.host[index] + first * np.uint64(found.width_bytes),
-        np.minimum(found.rows[index] - first, np.uint64(rows_max)),
-        found.width_bytes,
-        found.pitch_bytes,
-    )
-
-
 def cut(found: Descriptors, bytes_max: int) -> Descriptors:
-    """The same copy with no descriptor over `bytes_max`."""
-    counts = -(-found.sizes.astype(np.int64) // bytes_max)
+    """The same copy with no range or plane over `bytes_max`, which is at least one row."""
+    rows_max = bytes_max // found.width_bytes
+    counts = -(-found.rows.astype(np.int64) // rows_max)
     if len(counts) == 0 or counts.max() == 1:
         return found
     index, number = _numbered(counts)
-    offsets = number * np.uint64(bytes_max)
-    return Descriptors(
-        found.device[index] + offsets,
-        found.host[index] + offsets,
-        np.minimum(found.sizes[index] - offsets, np.uint64(bytes_max)),
+    first = number * np.uint64(rows_max)
+    return replace(
+        found,
+        device=found.device[index] + first * np.uint64(found.pitch_bytes),
+        host=found.host[index] + first * np.uint64(found.width_bytes),
+        rows=np.minimum(found.rows[index] - first, np.uint64(rows_max)),
     )
 
 
 def split_at_grid(found: Descriptors, origin: int, grid_bytes: int) -> Descriptors:
-    """The same copy with no host range across a multiple of `grid_bytes` from `origin`.
+    """The same ranges with none on the host across a multiple of `grid_bytes` from `origin`.
 
-    No descriptor may exceed `grid_bytes`, so it crosses at most one border.
+    None may exceed `grid_bytes`, so it crosses at most one border.
     """
     room = np.uint64(grid_bytes) - (found.host - np.uint64(origin)) % np.uint64(grid_bytes)
-    crossing = found.sizes > room
+    crossing = found.rows > room
     if not crossing.any():
         return found
-    heads = np.minimum(found.sizes, room)
+    heads = np.minimum(found.rows, room)
     return Descriptors(
         np.concatenate((found.device, found.device[crossing] + heads[crossing])),
         np.concatenate((found.host, found.host[crossing] + heads[crossing])),
-        np.concatenate((heads, found.sizes[crossing] - heads[crossing])),
+        np.concatenate((heads, found.rows[crossing] - heads[crossing])),
     )

@@ -1,12 +1,15 @@
 """One GPU as the sidecar uses it: its context, its two copy streams, and mapped memory of workers.
 
 Owns the retained primary context (one per process and device, shared by all workers on it), the
-streams and the imports. Does not own the pool's pins nor when memory is unmapped.
+streams, the imports, and the registration of the pool, so that copy engines access it directly.
+Does not own when memory is unmapped.
 
 Devices are named by UUID: their numbers differ between processes (CUDA_VISIBLE_DEVICES).
 
 Invariants: a context is made current in each calling thread; imported memory is at least as large
-as its layout, or refused; it is unmapped only when no copy of it can run.
+as its layout, or refused; it is unmapped only when no copy of it can run. All of the pool is
+registered, or none of it; registrations are PORTABLE, so they are valid for every device of this
+process; they end before the pool is unmapped.
 """
 
 from __future__ import annotations
@@ -14,17 +17,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from tiers.cuda.calibration import Calibration
 from tiers.cuda.copy_stream import CopyStream
-from tiers.cuda.descriptors import (
-    PlaneShape,
-    cut,
-    describe,
-    describe_planes,
-    split_at_grid,
-)
+from tiers.cuda.descriptors import PlaneShape, cut, describe, describe_planes, split_at_grid
 from tiers.cuda.driver import check
 from tiers.cuda.errors import NOT_READY, CudaFailed, NotSupportedHere
 from tiers.kv.copy import Runs, check_copy
@@ -32,19 +30,16 @@ from tiers.kv.copy import Runs, check_copy
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import numpy as np
-    import numpy.typing as npt
-
     from tiers.cuda.calibration import Strided
     from tiers.cuda.driver import Driver
-    from tiers.cuda.pinned_memory import PinnedMemory
-    from tiers.kv.copy import Visit
+    from tiers.kv.copy import BlockIds, Bytes, Visit
     from tiers.kv.layout import KVLayout
 
-    Bytes = npt.NDArray[np.uint8]
-    BlockIds = npt.NDArray[np.int64]
 
+CHUNK_BYTES: Final = 1 << 30
+"""Registered with one call."""
 _LAZY_PEER_ACCESS: Final = 1
+_PORTABLE: Final = 1
 
 _logger = logging.getLogger("kvlake.gpu")
 
@@ -82,7 +77,8 @@ class Device:
                 streams.append(stream)
             self.to_device, self.to_host = streams
             directions = {"to_device": self.to_device, "to_host": self.to_host}
-            self.calibration = Calibration(driver, directions).run(strided)
+            self.calibration = Calibration(driver, directions)
+            self.calibration.run(strided)
         except BaseException as error:
             # On a lost device this may fail, too; the first error is the one to report.
             with contextlib.suppress(CudaFailed):
@@ -160,6 +156,36 @@ class Device:
         self.driver.call("cuDevicePrimaryCtxRelease", self.ordinal)
 
 
+class PinnedMemory:
+    """Registers `memory` with the driver. A context must be current here and in `close`.
+
+    In chunks, on a grid from its start: one call for hundreds of gigabytes would block the driver
+    for many seconds, and is all or nothing. A slot may cross a border of the grid, and a copy must
+    not (`split_at_grid`).
+    """
+
+    def __init__(self, driver: Driver, memory: Bytes, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._driver = driver
+        self.chunk_bytes = chunk_bytes
+        self.origin = memory.ctypes.data
+        self._registered: list[int] = []
+        try:
+            for start in range(0, memory.size, chunk_bytes):
+                size_bytes = min(chunk_bytes, memory.size - start)
+                driver.call("cuMemHostRegister", self.origin + start, size_bytes, _PORTABLE)
+                self._registered.append(self.origin + start)
+        except CudaFailed:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Unregister all of it. No copy may be running."""
+        while self._registered:
+            # The registrations of a lost device are gone.
+            with contextlib.suppress(CudaFailed):
+                self._driver.call("cuMemHostUnregister", self._registered.pop())
+
+
 class DeviceMemory:
     """A worker's KV cache, mapped on its device. Made by `Device`."""
 
@@ -185,25 +211,23 @@ class DeviceMemory:
 
     def gather(self, block_ids: BlockIds, payload: Bytes) -> DeviceTransfer:
         """Begin to copy blocks into `payload`, which lies in the pool."""
-        return self._begin(self.device.to_host, block_ids, payload, load=False)
+        return self._begin(self.device.to_host, block_ids, payload)
 
     def scatter(self, block_ids: BlockIds, payload: Bytes) -> DeviceTransfer:
         """Begin to copy `payload`, which lies in the pool, to blocks."""
-        return self._begin(self.device.to_device, block_ids, payload, load=True)
+        return self._begin(self.device.to_device, block_ids, payload)
 
-    def _begin(
-        self, stream: CopyStream, block_ids: BlockIds, payload: Bytes, *, load: bool
-    ) -> DeviceTransfer:
+    def _begin(self, stream: CopyStream, block_ids: BlockIds, payload: Bytes) -> DeviceTransfer:
         check_copy(self._layout, block_ids, payload)
-        if not len(block_ids):
-            return DeviceTransfer(stream, 0, payload, load=load)
+        number = 0
         try:
-            number = self._submit(stream, block_ids, payload.ctypes.data, payload.size)
+            if len(block_ids):
+                number = self._submit(stream, block_ids, payload.ctypes.data, payload.size)
         except CudaFailed:
             # Parts queued before the failure may still run.
             stream.drain()
             raise
-        return DeviceTransfer(stream, number, payload, load=load)
+        return DeviceTransfer(stream, number, payload, stream is self.device.to_device)
 
     def _submit(self, stream: CopyStream, block_ids: BlockIds, host: int, size_bytes: int) -> int:
         """Queue a copy; returns the number of its last part."""
@@ -213,7 +237,7 @@ class DeviceMemory:
         # A payload across a border of the pins is rare: it is copied without planes.
         if inside and shape and stream.takes_planes(runs.size_bytes, shape.pitch_bytes):
             planes = describe_planes(runs, shape, block_ids, self._address, host)
-            return stream.submit_planes(planes)
+            return stream.submit(planes)
         found = describe(runs, block_ids, self._address, host)
         return stream.submit(split_at_grid(cut(found, grid_bytes), origin, grid_bytes))
 
@@ -223,14 +247,14 @@ class DeviceMemory:
         self._unmap()
 
 
+@dataclass(slots=True)
 class DeviceTransfer:
     """A running copy: a `Transfer`."""
 
-    def __init__(self, stream: CopyStream, number: int, payload: Bytes, *, load: bool) -> None:
-        self._stream = stream
-        self._number = number
-        self._payload = payload
-        self._load = load
+    _stream: CopyStream
+    _number: int
+    _payload: Bytes
+    _load: bool
 
     def finish(self, visit: Visit) -> None:
         """Wait for it, and visit the payload; a load's during the copy. Raises `CudaFailed`."""

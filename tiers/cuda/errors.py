@@ -1,7 +1,7 @@
 """Errors of the CUDA driver, named by condition and by who must act.
 
-Owns the table from the driver's codes to these names; other codes are a `CudaFailed`. Every message
-names the call, its result and the remedy.
+Owns which of the driver's codes have which name; others are a `CudaFailed`. Every message names the
+call, its result and the remedy.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ NOT_READY: Final = 600
 class CudaFailed(TierError):
     """A call of the driver failed."""
 
+    codes: tuple[int, ...] = ()
     remedy = "see the driver's log (dmesg) and its documentation of this code"
 
     def __init__(self, call: str, code: int, name: str = "") -> None:
@@ -27,6 +28,9 @@ class CudaFailed(TierError):
 class DriverMissing(CudaFailed):
     """There is no driver, no cuda-python, or no visible device."""
 
+    # STUB_LIBRARY, NO_DEVICE, SYSTEM_NOT_READY, SYSTEM_DRIVER_MISMATCH,
+    # COMPAT_NOT_SUPPORTED_ON_DEVICE.
+    codes = (34, 100, 802, 803, 804)
     remedy = (
         "install the NVIDIA driver and, in a clone of kvlake, '.[cuda]', and give the container "
         "its GPUs and libcuda.so.1"
@@ -41,12 +45,16 @@ class DriverMissing(CudaFailed):
 class DeviceMissing(CudaFailed):
     """The requested device is not visible in this process."""
 
+    # DEVICE_UNAVAILABLE, INVALID_DEVICE.
+    codes = (46, 101)
     remedy = "let the sidecar see every GPU of its engines (CUDA_VISIBLE_DEVICES, --gpus)"
 
 
 class DeviceMemoryFull(CudaFailed):
     """Device memory, or host memory that may be pinned, is exhausted."""
 
+    # OUT_OF_MEMORY.
+    codes = (2,)
     remedy = (
         "leave about 1 GiB of device memory free for the sidecar's context "
         "(--gpu-memory-utilization), and raise the limit of locked memory (ulimit -l, LimitMEMLOCK)"
@@ -56,6 +64,8 @@ class DeviceMemoryFull(CudaFailed):
 class HandleInvalid(CudaFailed):
     """A handle is invalid, or its owner is gone."""
 
+    # INVALID_HANDLE.
+    codes = (400,)
     remedy = (
         "the process that exported this memory has ended, or is in another container: share its "
         "IPC and PID namespaces with the sidecar's (docker --ipc, --pid; hostIPC, hostPID)"
@@ -65,12 +75,16 @@ class HandleInvalid(CudaFailed):
 class NotSupportedHere(CudaFailed):
     """The driver or the device cannot do this."""
 
+    # MAP_FAILED, PEER_ACCESS_UNSUPPORTED, NOT_FOUND, NOT_SUPPORTED.
+    codes = (205, 217, 500, 801)
     remedy = "a driver of CUDA 12 or later on a device that is not MIG, on Linux, can"
 
 
 class NotPermitted(CudaFailed):
     """The operating system or the driver forbids it."""
 
+    # OPERATING_SYSTEM, NOT_PERMITTED.
+    codes = (304, 800)
     remedy = (
         "run the sidecar as the engine's user, and let its container lock memory (IPC_LOCK, "
         "ulimit -l unlimited)"
@@ -80,53 +94,24 @@ class NotPermitted(CudaFailed):
 class DeviceLost(CudaFailed):
     """The context is broken for good: this process can run nothing on the device any more."""
 
+    # NOT_INITIALIZED (after a fork), DEINITIALIZED (the process is ending), ECC_UNCORRECTABLE,
+    # NVLINK_UNCORRECTABLE, ILLEGAL_ADDRESS, LAUNCH_TIMEOUT, CONTEXT_IS_DESTROYED, ASSERT,
+    # HARDWARE_STACK_ERROR, ILLEGAL_INSTRUCTION, MISALIGNED_ADDRESS, INVALID_ADDRESS_SPACE,
+    # INVALID_PC, LAUNCH_FAILED, UNKNOWN.
+    codes = (3, 4, 214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999)
     remedy = "restart the sidecar; if it comes back, check the GPU (nvidia-smi -q, Xid in dmesg)"
 
 
 class CudaMisused(CudaFailed):
     """The driver refuses the arguments: a bug of kvlake, or false data of another process."""
 
+    # INVALID_VALUE, INVALID_CONTEXT, ALREADY_MAPPED, ILLEGAL_STATE,
+    # HOST_MEMORY_ALREADY_REGISTERED, HOST_MEMORY_NOT_REGISTERED.
+    codes = (1, 201, 208, 401, 712, 713)
     remedy = "please report it with the sidecar's log"
 
 
-_BY_CODE: Final[dict[int, type[CudaFailed]]] = {
-    1: CudaMisused,  # INVALID_VALUE
-    2: DeviceMemoryFull,  # OUT_OF_MEMORY
-    3: DeviceLost,  # NOT_INITIALIZED: after a fork
-    4: DeviceLost,  # DEINITIALIZED: the process is ending
-    34: DriverMissing,  # STUB_LIBRARY
-    46: DeviceMissing,  # DEVICE_UNAVAILABLE
-    100: DriverMissing,  # NO_DEVICE
-    101: DeviceMissing,  # INVALID_DEVICE
-    201: CudaMisused,  # INVALID_CONTEXT
-    205: NotSupportedHere,  # MAP_FAILED
-    208: CudaMisused,  # ALREADY_MAPPED
-    214: DeviceLost,  # ECC_UNCORRECTABLE
-    217: NotSupportedHere,  # PEER_ACCESS_UNSUPPORTED
-    220: DeviceLost,  # NVLINK_UNCORRECTABLE
-    304: NotPermitted,  # OPERATING_SYSTEM
-    400: HandleInvalid,  # INVALID_HANDLE
-    401: CudaMisused,  # ILLEGAL_STATE
-    500: NotSupportedHere,  # NOT_FOUND
-    700: DeviceLost,  # ILLEGAL_ADDRESS
-    702: DeviceLost,  # LAUNCH_TIMEOUT
-    709: DeviceLost,  # CONTEXT_IS_DESTROYED
-    710: DeviceLost,  # ASSERT
-    712: CudaMisused,  # HOST_MEMORY_ALREADY_REGISTERED
-    713: CudaMisused,  # HOST_MEMORY_NOT_REGISTERED
-    714: DeviceLost,  # HARDWARE_STACK_ERROR
-    715: DeviceLost,  # ILLEGAL_INSTRUCTION
-    716: DeviceLost,  # MISALIGNED_ADDRESS
-    717: DeviceLost,  # INVALID_ADDRESS_SPACE
-    718: DeviceLost,  # INVALID_PC
-    719: DeviceLost,  # LAUNCH_FAILED
-    800: NotPermitted,  # NOT_PERMITTED
-    801: NotSupportedHere,  # NOT_SUPPORTED
-    802: DriverMissing,  # SYSTEM_NOT_READY
-    803: DriverMissing,  # SYSTEM_DRIVER_MISMATCH
-    804: DriverMissing,  # COMPAT_NOT_SUPPORTED_ON_DEVICE
-    999: DeviceLost,  # UNKNOWN
-}
+_BY_CODE: Final = {code: kind for kind in CudaFailed.__subclasses__() for code in kind.codes}
 
 
 def failure(call: str, code: int, name: str = "") -> CudaFailed:

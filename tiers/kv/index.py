@@ -6,8 +6,8 @@ topology, so that equal keys of two realms do not meet. Each tag has two buckets
 is in one slot of one of them; a bucket's states are one cache line. A slot's state word is
 56 bits of check over its tag, then 8 bits of flags; 0 is an empty slot.
 
-Does not own when to grow: the owner calls `grown`, or runs an `IndexGrowth`, when `needs_growth`
-says so, and sends the new descriptor. What a killed writer published stays readable.
+Does not own when to grow: the owner runs an `IndexGrowth` when `needs_growth` says so, and sends
+the new descriptor. What a killed writer published stays readable.
 
 Invariants:
 
@@ -221,7 +221,7 @@ class IndexWriter:
 
     @property
     def needs_growth(self) -> bool:
-        """Whether the table is too full: call `grown` and hand out the new descriptor.
+        """Whether the table is too full: grow it and hand out the new descriptor.
 
         `overflow` asks for growth at one entry in 65,536, and only in a table that is at least a
         quarter full: tags crafted to collide must not double the mapping again and again.
@@ -234,7 +234,7 @@ class IndexWriter:
     def set(self, tag: bytes, flags: int) -> None:
         """Publish `flags` (1 to 255) for `tag` (16 bytes), or withdraw it with 0.
 
-        An entry without room is kept in `overflow` and becomes visible with `grown`.
+        An entry without room is kept in `overflow` and becomes visible when the table grows.
         """
         assert 0 <= flags <= FLAGS_MAX, flags
         if self.changes is not None:
@@ -318,16 +318,6 @@ class IndexWriter:
         absent[winning] = False
         return tags[absent]
 
-    def grown(self) -> IndexWriter:
-        """A copy with twice the slots, in about 50 ms per million. Write only the copy from now on.
-
-        This one stays readable until `close`.
-        """
-        growth = IndexGrowth(self, IndexWriter(self.capacity_entries * 2))
-        while not growth.step():
-            pass
-        return growth.finish()
-
     def copy_slots(self, smaller: IndexWriter, start: int) -> None:
         """Copy up to `SLOTS_PER_PASS` slots of a smaller table, from `start` on."""
         source = smaller._columns
@@ -356,9 +346,10 @@ class IndexWriter:
 
 
 class IndexGrowth:
-    """Copies `smaller` into the empty `larger`, a few slots at a time.
+    """Copies `smaller` into the empty `larger`, a few slots at a time (a million in 50 ms).
 
     Until `finish` the owner writes only the smaller table. Its changes meanwhile are made up for.
+    The smaller one stays readable until its `close`.
     """
 
     def __init__(self, smaller: IndexWriter, larger: IndexWriter) -> None:

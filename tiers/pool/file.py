@@ -48,8 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
     from pathlib import Path
 
-    import numpy.typing as npt
-
+    from tiers.kv.copy import Bytes
     from tiers.pool.numa import Placement
 
 CONTRADICTION: Final = "its table of slabs contradicts itself"
@@ -60,7 +59,7 @@ _FILE_FLAGS: Final = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def populate(memory: npt.NDArray[np.uint8]) -> bool:
+def populate(memory: Bytes) -> bool:
     """Map every page of `memory`, which starts on one. False on a kernel before 5.14.
 
     Through ctypes: mmap.madvise() holds the GIL, and this takes milliseconds for every 16 MiB.
@@ -84,7 +83,7 @@ class Backing:
     threads: int
     placement: Placement
 
-    def populate(self, memory: npt.NDArray[np.uint8]) -> bool:
+    def populate(self, memory: Bytes) -> bool:
         """Allocate and map every page of `memory`; False if that is not possible."""
         starts = range(0, memory.size, PREFAULT_PIECE_BYTES)
         pieces = [memory[start : start + PREFAULT_PIECE_BYTES] for start in starts]

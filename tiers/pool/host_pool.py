@@ -20,7 +20,6 @@ owner's record beside it is never removed. One thread, except for `populate`.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 from typing import TYPE_CHECKING, Final
 
@@ -54,9 +53,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection
     from pathlib import Path
 
-    import numpy.typing as npt
+    from tiers.kv.copy import Bytes
 
-    Bytes = npt.NDArray[np.uint8]
 
 CLASSES_MAX: Final = 4096
 POPULATE_BYTES_PER_CALL: Final = 16 << 20
@@ -90,8 +88,7 @@ class HostPool:
         self._records = Extents(shape.records_max)
         self._entries = list(range(shape.slabs_max - 1, -1, -1))
         self._classes: dict[int, SlotClass] = {}
-        self._by_slot_bytes: dict[int, SlotClass] = {}
-        self._class_ids = itertools.count()
+        """By the bytes of a slot, which name the class."""
         self._slab_bytes = 0
         self._sequence = 1
         # Every allocated slot, and its slab: only these can be freed.
@@ -207,7 +204,7 @@ class HostPool:
         return self._memory
 
     def register_class(self, slot_bytes: int) -> int:
-        """The class of slots of `slot_bytes`, rounded up to pages.
+        """The class of slots of `slot_bytes`: that number, rounded up to pages.
 
         Raises `PoolError` if the pool is smaller than one such slot, or has too many classes.
         """
@@ -217,27 +214,25 @@ class HostPool:
                 f"slot_bytes={slot_bytes}: the pool has {self.size_bytes} bytes; "
                 "raise host.size or lower chunk_tokens"
             )
-        known = self._by_slot_bytes.get(rounded)
-        if known is not None:
-            return known.class_id
+        if rounded in self._classes:
+            return rounded
         if len(self._classes) == CLASSES_MAX:
             raise PoolError(
                 f"slot_bytes={slot_bytes}: the pool has CLASSES_MAX={CLASSES_MAX} slot sizes "
                 "already; stop engines whose sizes are not needed"
             )
-        added = SlotClass(next(self._class_ids), rounded)
-        self._classes[added.class_id] = self._by_slot_bytes[rounded] = added
-        return added.class_id
+        self._classes[rounded] = SlotClass(rounded)
+        return rounded
 
-    def keep_classes(self, class_ids: Collection[int]) -> None:
-        """Forget all other classes that have no slab. Ids are not reused."""
-        for slot_class in list(self._classes.values()):
-            if not slot_class.slabs and slot_class.class_id not in class_ids:
-                del self._classes[slot_class.class_id], self._by_slot_bytes[slot_class.slot_bytes]
+    def keep_classes(self, kept: Collection[int]) -> None:
+        """Forget all other classes that have no slab."""
+        for slot_bytes, slot_class in list(self._classes.items()):
+            if not slot_class.slabs and slot_bytes not in kept:
+                del self._classes[slot_bytes]
 
-    def allocate(self, class_id: int) -> int | None:
+    def allocate(self, slot_bytes: int) -> int | None:
         """Offset in bytes of a free slot of a class, its contents undefined; None without one."""
-        slot_class = self._classes[class_id]
+        slot_class = self._classes[slot_bytes]
         slab = next(iter(slot_class.open.values()), None) or self._add_slab(slot_class)
         if slab is None:
             return None
@@ -275,7 +270,7 @@ class HostPool:
         slab = self._slab_of(offset)
         self._table.free_slot(slab.record_of(offset))
         del self._allocated[offset]
-        slot_class = self._by_slot_bytes[slab.slot_bytes]
+        slot_class = self._classes[slab.slot_bytes]
         slab.freed.append(offset)
         slab.used -= 1
         slot_class.used -= 1
@@ -286,11 +281,7 @@ class HostPool:
 
     def class_of(self, offset: int) -> int:
         """Class of an allocated slot. Raises `PoolError` for any other."""
-        return self._by_slot_bytes[self._slab_of(offset).slot_bytes].class_id
-
-    def slot_bytes(self, class_id: int) -> int:
-        """Bytes of one slot of a class."""
-        return self._classes[class_id].slot_bytes
+        return self._slab_of(offset).slot_bytes
 
     def stats(self) -> PoolStats:
         """The use of memory now."""
@@ -364,7 +355,7 @@ class HostPool:
 
     def _remove_slab(self, slab: Slab) -> None:
         self._table.remove_slab(slab.entry)
-        self._by_slot_bytes[slab.slot_bytes].remove(slab)
+        self._classes[slab.slot_bytes].remove(slab)
         self._slab_bytes -= slab.size_bytes
         self._entries.append(slab.entry)
         self._records.give(slab.first_record, slab.slots)

@@ -64,25 +64,22 @@ def is_locked(fd: int) -> bool:
 
 
 def require_creatable(path: Path, *, directory: bool = False) -> None:
-    """Raise the `OSError` that creating a file, or a directory, would raise. Creates none."""
+    """Raise the `OSError` that creating a file, or a directory, would raise. Leaves none."""
+    parent = path.parent
     try:
-        _try_to_create(path.parent, directory=directory)
+        try:
+            # A file without a name: nobody sees it, and closing it removes it.
+            os.close(os.open(parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+                raise
+            if directory:
+                Path(tempfile.mkdtemp(prefix=".kvlake-", dir=parent)).rmdir()
+            else:
+                tempfile.NamedTemporaryFile(prefix=".kvlake-", dir=parent).close()
     except OSError as error:
         code = error.errno or errno.EIO
         raise OSError(code, os.strerror(code), str(path)) from error
-
-
-def _try_to_create(parent: Path, *, directory: bool) -> None:
-    try:
-        # A file without a name: nobody sees it, and closing it removes it.
-        os.close(os.open(parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
-            raise
-        if directory:
-            Path(tempfile.mkdtemp(prefix=".kvlake-", dir=parent)).rmdir()
-        else:
-            tempfile.NamedTemporaryFile(prefix=".kvlake-", dir=parent).close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +93,8 @@ class Owner:
     @property
     def alive(self) -> bool:
         """Whether that process still runs, as seen from this process's pid namespace."""
-        if self.pid == 0 or self.boot_id != read_boot_id():
-            return False
-        return _started_ticks(self.pid) == self.started_ticks
+        here = self.pid != 0 and self.boot_id == read_boot_id()
+        return here and _started_ticks(self.pid) == self.started_ticks
 
     @classmethod
     def current(cls) -> Owner:

@@ -27,10 +27,8 @@ from typing import TYPE_CHECKING, Final, Literal
 from tiers.errors import PoolError
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+    from tiers.kv.copy import Bytes
 
-    Bytes = npt.NDArray[np.uint8]
 
 PAGES_SAMPLED: Final = 64
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 class ClassStats:
     """Slots of one size. `slots_free` counts those in the slabs of the class."""
 
-    class_id: int
     slot_bytes: int
     slabs: int
     slots_used: int
@@ -77,7 +76,6 @@ class Slab:
 class SlotClass:
     """Slots of one size. `open` are its slabs with free slots, by the time that they got one."""
 
-    class_id: int
     slot_bytes: int
     # OrderedDict finds its first entry in O(1); a dict scans entries deleted before it.
     open: OrderedDict[int, Slab] = field(default_factory=OrderedDict[int, Slab])
@@ -101,9 +99,7 @@ class SlotClass:
 
     def stats(self) -> ClassStats:
         """Its slots now."""
-        return ClassStats(
-            self.class_id, self.slot_bytes, self.slabs, self.used, self.slots - self.used
-        )
+        return ClassStats(self.slot_bytes, self.slabs, self.used, self.slots - self.used)
 
 
 class Extents:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from sidecar.cli.doctor.findings import Check, failed, passed, warning
-from tiers.cuda.calibration import describe_rates
 from tiers.cuda.device import Device
 from tiers.cuda.driver import Driver
 from tiers.cuda.errors import CudaFailed
@@ -99,7 +98,7 @@ def _strided(device: Device, about: str) -> Check:
         return warning(about, f"2D copies: no ({reason})", "nothing: batches do it")
     rates = "; ".join(
         f"{name} {', '.join(f'{width} {rate}' for width, rate in one.items())}"
-        for name, one in describe_rates(device.calibration).items()
+        for name, one in device.calibration.describe_rates().items()
     )
     return passed(about, f"GB/s of runs at a distance, batch/2D: {rates}")
 

@@ -103,7 +103,7 @@ CLIENTS = (
     ),
     Mutation(
         "a restart forgets until when a chunk is kept",
-        "_restored",
+        "_images",
         "retention=retention,",
         "retention=retention._replace(expires_at=float('inf')),",
         ("sidecar killed",),

@@ -10,11 +10,13 @@ import msgspec
 import numpy as np
 import pytest
 
+from sidecar.core.commands import RestoredSlot
+from sidecar.core.retention import Retention, slot_tag
+from sidecar.data.host_pool import rescan
 from tests import places
 from tiers.kv.layout import ChunkLayout, Segment
 from tiers.kv.slot_image import SlotTemplate, SlotTemplates
 from tiers.pool.host_pool import HostPool
-from tiers.pool.recovery import FoundImage, rescan
 
 SEED = int(os.environ.get("KVLAKE_TEST_SEED", "20"))
 DIGEST = hashlib.sha256(b"namespace").digest()
@@ -36,7 +38,7 @@ class Filled:
         template = templates[blocks]
         offset = self.pool.allocate(self.pool.register_class(templates.slot_bytes))
         assert offset is not None
-        self.pool.set_tag(offset, name[:8].encode())
+        self.pool.set_tag(offset, slot_tag(tenant_of(name), Retention(1000.0, stays=True)))
         slot = self.pool.memory[offset : offset + template.image_bytes]
         template.prepare(slot)
         template.payload(slot)[:] = len(name)
@@ -45,7 +47,7 @@ class Filled:
         self.pool.seal(offset)
         return offset
 
-    def reopened(self) -> tuple[list[FoundImage], list[int]]:
+    def reopened(self) -> tuple[list[RestoredSlot], list[int]]:
         self.pool.close(keep=True)
         self.pool = HostPool.open(self.path, self.size_bytes, prefault=False)
         return rescan(self.pool.memory, self.pool.recovered)
@@ -53,6 +55,10 @@ class Filled:
 
 def key_of(name: str) -> bytes:
     return hashlib.sha256(name.encode()).digest()
+
+
+def tenant_of(name: str) -> bytes:
+    return name.encode()[:8].ljust(8, b"\0")
 
 
 @pytest.fixture
@@ -76,18 +82,19 @@ def test_images_come_back_with_all_that_they_say(filled: Filled) -> None:
 
 def image(
     offset: int, name: str, layout: ChunkLayout, blocks: int, sealed: int, used: int
-) -> FoundImage:
-    tag = name.encode().ljust(16, b"\0")
-    return FoundImage(
+) -> RestoredSlot:
+    return RestoredSlot(
         offset,
         DIGEST,
         layout.geometry,
         blocks,
         key_of(name),
         key_of(f"before {name}"),
+        tenant_of(name),
         sealed,
         used,
-        tag,
+        expires_at=1000.0,
+        stays=True,
     )
 
 
@@ -105,7 +112,7 @@ def test_every_flip_outside_of_the_payload_is_found(filled: Filled) -> None:
     for place in rng.choice(outside, 400, replace=False).tolist():
         memory[bad + place] ^= 1 << int(rng.integers(8))
         images, damaged = rescan(memory, filled.pool.recovered)
-        assert (damaged, [one.offset for one in images]) == ([bad], [good]), place
+        assert (damaged, [one.slot for one in images]) == ([bad], [good]), place
         memory[bad : bad + template.image_bytes] = before
 
 
@@ -142,7 +149,7 @@ def test_number_of_claims_is_bounded(filled: Filled, monkeypatch: pytest.MonkeyP
     twice = [filled.store(f"half {number}", blocks=2) for number in range(2)]
     once = filled.store("tail", blocks=1)
     images, damaged = filled.reopened()
-    assert {one.offset for one in images} == {*common, *twice}
+    assert {one.slot for one in images} == {*common, *twice}
     assert damaged == [once]
 
 
