@@ -21,7 +21,6 @@ import signal
 import threading
 import time
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import anyio
@@ -34,19 +33,15 @@ from sidecar.data.host_pool import closing, map_ahead, open_pool
 from sidecar.events.sockets import EventSockets
 from sidecar.exits import Exit
 from sidecar.logs import fields
-from sidecar.observe.host_contents import HostContents
-from sidecar.observe.http import Documents, HttpServer
-from sidecar.observe.metrics import render_metrics
-from sidecar.observe.status import SidecarStatus
+from sidecar.observe.http import HttpServer
 from sidecar.redaction import conceal
 from sidecar.service.dispatcher import Dispatcher
 from sidecar.service.handshake import Handshakes
 from sidecar.service.runtime_dir import RuntimeDirectory
-from sidecar.service.self_checks import SelfChecks
-from sidecar.service.start_checks import events_key, http_token, shortages
+from sidecar.service.start_checks import shortages
 from sidecar.service.store_stack import WrapStore, open_store
 from sidecar.service.systemd import Notifier
-from sidecar.service.watchdog import Watchdog
+from sidecar.service.watchdog import SelfChecks, Watchdog
 from sidecar.transport.job_socket import JobSocket
 from sidecar.transport.unix_listener import UnixListener
 from tiers.errors import TierError
@@ -114,17 +109,11 @@ async def serve(
     async with contextlib.AsyncExitStack() as stack:
         watchdog = Watchdog(Notifier())
         stack.callback(watchdog.stop)
-        directory = RuntimeDirectory(
-            config.runtime.directory,
-            config.runtime.name,
-            shared=bool(config.runtime.allow_uids),
-            strict_parents=config.runtime.strict_parents,
-        )
+        directory = RuntimeDirectory(config.runtime)
         stack.callback(directory.close)
         for shortage in shortages(config):
             _logger.warning(str(shortage))
-        token = http_token(config)
-        http = HttpServer(config.http.host, config.http.port, watchdog, token=token)
+        http = HttpServer(config.http, watchdog)
         await http.start()
         stack.push_async_callback(http.stop)
         store = None if config.store is None else open_store(config.store, wrap_store)
@@ -149,8 +138,6 @@ class Server:
     ) -> None:
         self._config = config
         self._directory = directory
-        self._pool = pool
-        self._store = store
         self.dispatcher = Dispatcher(config, pool, store, epoch=time.time_ns())
         self._http = http
         self._watchdog = watchdog
@@ -171,8 +158,8 @@ class Server:
                 extra=fields(objects_lost=lost),
             )
         async with contextlib.AsyncExitStack() as stack:
-            if self._store is not None:
-                stack.push_async_callback(_close_store, self._store)
+            if dispatcher.store is not None:
+                stack.push_async_callback(_close_store, dispatcher.store.tier)
             stack.callback(dispatcher.close)
             jobs = JobSocket(
                 directory.jobs_path,
@@ -187,15 +174,7 @@ class Server:
             stack.callback(jobs.close)
             dispatcher.connect(jobs)
             events = self._open_events(stack)
-            self._http.serve(
-                Documents(
-                    metrics=partial(
-                        render_metrics, dispatcher, self._watchdog, self._http.refusals
-                    ),
-                    status=SidecarStatus(dispatcher, self._watchdog).document,
-                    host=HostContents(dispatcher),
-                )
-            )
+            self._http.serve(dispatcher)
             stack.callback(self._http.serve, None)
             attaches = UnixListener(directory.attach_path, directory.socket_mode)
             stack.callback(attaches.close)
@@ -252,33 +231,23 @@ class Server:
         tasks.start_soon(self.dispatcher.copies.run)
         tasks.start_soon(self._tick)
         if self._taken_over and self._config.host.prefault:
-            tasks.start_soon(map_ahead, self._pool)
-        if self.dispatcher.event_sockets is not None and self.dispatcher.events is not None:
-            tasks.start_soon(self.dispatcher.event_sockets.answer, self.dispatcher.events)
-        if self.dispatcher.watch is not None:
-            tasks.start_soon(self.dispatcher.watch.run)
-        if self.dispatcher.collector is not None:
-            tasks.start_soon(self.dispatcher.collector.run)
+            tasks.start_soon(map_ahead, self.dispatcher.pool)
+        if (events := self.dispatcher.events) is not None:
+            tasks.start_soon(events.sockets.answer, events.requested)
+        if (store := self.dispatcher.store) is not None:
+            tasks.start_soon(store.watch.run)
+            tasks.start_soon(store.collector.run)
         # In another thread, signals belong to the embedding program.
         if threading.current_thread() is threading.main_thread():
             await tasks.start(self._signals)
 
     def _open_events(self, stack: contextlib.AsyncExitStack) -> EventSockets | None:
-        settings = self._config.events
+        settings, directory = self._config.events, self._directory
         if not settings.enabled:
             return None
-        endpoint, replay = settings.endpoint, settings.replay_endpoint
-        sockets = EventSockets(
-            settings,
-            f"ipc://{self._directory.events_path}" if endpoint == "ipc" else endpoint,
-            f"ipc://{self._directory.replay_path}" if replay == "ipc" else replay,
-            events_key(self._config),
-            # Events contain prompts, which the users of runtime.allow_uids must not read.
-            sorted({os.geteuid(), 0}),
-            self._break,
-        )
+        sockets = EventSockets(settings, directory.events_path, directory.replay_path, self._break)
         stack.callback(sockets.close)
-        self.dispatcher.publish(sockets, self._directory.first_event_number(self.dispatcher.epoch))
+        self.dispatcher.publish(sockets, directory.first_event_number(self.dispatcher.epoch))
         return sockets
 
     def _break(self, error: BaseException) -> None:
@@ -321,7 +290,7 @@ class Server:
         self._write_lost()
         self._directory.remove_sockets()
         if self._config.host.after_stop == "remove":
-            self._pool.remove_files()
+            self.dispatcher.pool.remove_files()
         os._exit(code)
 
     def _write_lost(self) -> None:
@@ -350,18 +319,18 @@ class Server:
         self.dispatcher.drain()
         with anyio.move_on_after(self._config.limits.drain_seconds_max) as patience:
             await self.dispatcher.drained.wait()
-        if self.dispatcher.watch is not None:
+        store = self.dispatcher.store
+        if store is not None:
             # Also after a drain that timed out: other sidecars need to know what was written.
             with anyio.move_on_after(ANNOUNCE_SECONDS_MAX):
-                await self.dispatcher.watch.flush_all()
+                await store.watch.flush_all()
         # Loads are served until the end, so new ones may have arrived meanwhile.
         with anyio.CancelScope(deadline=patience.deadline):
             while self.broken is None and not self.dispatcher.engine.pending_work().idle:
                 self.dispatcher.drained = anyio.Event()
                 await self.dispatcher.drained.wait()
         left = self.dispatcher.engine.pending_work()
-        catalogs = self.dispatcher.catalogs
-        rows_waiting = 0 if catalogs is None else catalogs.rows_waiting
+        rows_waiting = 0 if store is None else store.catalogs.rows_waiting
         if not left.idle:
             _logger.warning(
                 "drained in part: limits.drain_seconds_max is over",

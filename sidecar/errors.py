@@ -6,14 +6,12 @@ remedy.
 
 from __future__ import annotations
 
+from sidecar.protocol import ProtocolError
+
 
 class StartError(Exception):
     """The sidecar cannot start; the message says what an operator changes."""
 
 
-class AttachRefused(Exception):
+class AttachRefused(ProtocolError):
     """This client will not be served; becomes a `Refused` with `code` and the message."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code

@@ -20,6 +20,7 @@ import numpy as np
 from benchmarks.micro.directory_bench import LIMITS, NoSlots
 from sidecar.catalog.service import Catalogs
 from sidecar.catalog.sync import StoreWatch
+from sidecar.config.store import StoreSettings
 from sidecar.core.commands import IndexOffer, IndexSet, OpenedGroup, SessionOpened
 from sidecar.core.engine import Engine
 from sidecar.data.index_writer import IndexUpdater
@@ -172,15 +173,12 @@ class Reading:
         self.directory = self.engine.directory.realms[world.realm.realm_id]
         self._tasks = anyio.create_task_group()
         self.indexes = IndexUpdater(lambda realm: None, self._grow)
+        settings = StoreSettings(url="memory://", write="off")
         self.watch = StoreWatch(
             world.tier,
-            Catalogs(world.tier, rows_max=1000, flush_seconds=1.0),
+            Catalogs(world.tier, settings),
             world.realms,
-            refresh_seconds=3600.0,
-            flush_seconds=1.0,
-            writes=False,
-            reads=True,
-            reconcile_seconds=86_400.0,
+            settings,
             feed=self._feed,
             held=self.engine.stored_mask,
             index_settled=self.indexes.settled,

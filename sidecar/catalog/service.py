@@ -32,6 +32,7 @@ from tiers.errors import TierError, TierUnavailable
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from sidecar.config.store import StoreSettings
     from sidecar.sessions.namespaces import RealmLayout
     from tiers.catalog.names import LogName
     from tiers.catalog.rows import Row
@@ -46,16 +47,12 @@ _logger = logging.getLogger("kvlake.store")
 class Catalogs:
     """Logs and readers, made when they are first needed.
 
-    Without `reads` no manifest says when a row was counted or collected, so no usage is known.
+    Without reads no manifest says when a row was counted or collected, so no usage is known.
     """
 
-    def __init__(
-        self, store: ObjectTier, *, rows_max: int, flush_seconds: float, reads: bool = True
-    ) -> None:
+    def __init__(self, store: ObjectTier, settings: StoreSettings) -> None:
         self._store = store
-        self._reads = reads
-        self._rows_max = rows_max
-        self._flush_seconds = flush_seconds
+        self._settings = settings
         self._logs: dict[bytes, LogWriter] = {}
         self._infos: dict[bytes, NamespaceInfo] = {}
         """What is still to be written of namespaces with rows."""
@@ -226,9 +223,9 @@ class Catalogs:
                 self._store,
                 catalog_folder(namespace_prefix(digest)),
                 new_writer(),
-                rows_max=self._rows_max,
-                seconds_max=self._flush_seconds,
-                usage=self._usage_in(realm).own if self._reads else None,
+                rows_max=self._settings.catalog_rows_max,
+                seconds_max=self._settings.catalog_flush,
+                usage=self._usage_in(realm).own if self._settings.read == "on" else None,
             )
             self._infos[digest] = NamespaceInfo(realm.namespace, realm.model)
         return log

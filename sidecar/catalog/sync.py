@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from sidecar.catalog.service import Catalogs
+    from sidecar.config.store import StoreSettings
     from sidecar.sessions.namespaces import RealmLayout, Realms
     from tiers.catalog.names import LogName
     from tiers.catalog.rows import Rows
@@ -71,7 +72,7 @@ class StoreHealth:
 
 
 class StoreWatch:
-    """Probes, reads and announces. Without `writes`, read-only credentials are enough.
+    """Probes, reads and announces. Without writes, read-only credentials are enough.
 
     `held` gives the ranks whose segment of a key the engine knows to be in the store, as bits.
     `index_settled` waits while a realm's index grows, so that few entries wait for room in it.
@@ -82,22 +83,17 @@ class StoreWatch:
         store: ObjectTier,
         catalogs: Catalogs,
         realms: Realms,
+        settings: StoreSettings,
         *,
-        refresh_seconds: float,
-        flush_seconds: float,
-        writes: bool,
-        reads: bool,
-        reconcile_seconds: float,
         feed: Callable[[Event], None],
         held: Callable[[int, bytes], int],
         index_settled: Callable[[RealmLayout], Awaitable[None]],
     ) -> None:
         self._store = store
         self._realms = realms
-        self._refresh_seconds = refresh_seconds
-        self._flush_seconds = flush_seconds
-        self._writes = writes
-        self._reads = reads
+        self._settings = settings
+        self._writes = settings.write != "off"
+        self._reads = settings.read == "on"
         self._feed = feed
         self._index_settled = index_settled
         self._catalogs = catalogs
@@ -111,8 +107,8 @@ class StoreWatch:
             realms,
             feed_rows=self._feed_rows,
             held=held,
-            announces=writes,
-            every_seconds=reconcile_seconds,
+            announces=self._writes,
+            every_seconds=settings.reconcile_every,
         )
         self.listings = 0
         self.listings_failed = 0
@@ -147,7 +143,7 @@ class StoreWatch:
             due_in = self._catalogs.due_in
             if due_in is None or due_in > 0:
                 # A row that comes meanwhile is not due before that.
-                longest = min(self._flush_seconds, ANNOUNCE_POLL_SECONDS_MAX)
+                longest = min(self._settings.catalog_flush, ANNOUNCE_POLL_SECONDS_MAX)
                 await anyio.sleep(min(longest, due_in or longest))
             elif not await self.flush():
                 await anyio.sleep(FLUSH_PAUSE_SECONDS)
@@ -177,7 +173,7 @@ class StoreWatch:
                 reason = await self._list(realm) or reason
             if probed or reason is not None:
                 self._judge(reason)
-            next_round = anyio.current_time() + self._refresh_seconds
+            next_round = anyio.current_time() + self._settings.refresh_seconds
             while await self._due_before(next_round):
                 reason = await self._list(self._realms[self._due.pop()])
                 if reason is not None:

@@ -21,6 +21,7 @@ from sidecar.config.types import (
     Size,
     matching,
 )
+from sidecar.errors import StartError
 
 PublicKey = Annotated[
     str,
@@ -63,7 +64,7 @@ class HttpSettings(Section):
         return self
 
     def secret_token(self) -> str:
-        """The token, or nothing where none is needed. Raises `SecretFileError`."""
+        """The token, or nothing where none is needed. Raises `StartError`."""
         if self.token_file is not None:
             return read_secret(self.token_file, "http.token_file")
         return "" if self.token is None else self.token.get_secret_value()
@@ -116,11 +117,22 @@ class EventsSettings(Section):
             )
         return self
 
-    def secret_key(self) -> str:
-        """The CURVE key, or nothing where none is given. Raises `SecretFileError`."""
-        if self.curve_secret_key_file is None:
-            return ""
-        return read_secret(self.curve_secret_key_file, "events.curve_secret_key_file")
+    def secret_key(self) -> bytes:
+        """The CURVE key. Raises `StartError`."""
+        # Here, so that commands without events start without it.
+        import zmq
+
+        path = self.curve_secret_key_file
+        assert path is not None, "events go over TCP"
+        key = read_secret(path, "events.curve_secret_key_file").encode()
+        try:
+            zmq.curve_public(key)
+        except (ValueError, KeyError, zmq.ZMQError) as error:
+            raise StartError(
+                f"events.curve_secret_key_file={path} holds no CURVE key; make one with "
+                "`kvlake keygen --out FILE`"
+            ) from error
+        return key
 
 
 class LogSettings(Section):

@@ -1,6 +1,7 @@
 """Files that hold one secret: refused if another user could have read it, created for one user.
 
-Invariants: no message has any of the content; an existing file is never replaced.
+Invariants: no message has any of the content; a secret that was read is masked in all output from
+then on; an existing file is never replaced.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ import os
 import stat
 from typing import TYPE_CHECKING, Final
 
+from sidecar.errors import StartError
+from sidecar.redaction import conceal
+
 if TYPE_CHECKING:
     from pathlib import Path
 
 SECRET_BYTES_MAX: Final = 4096
 
 
-class SecretFileError(Exception):
+class SecretFileError(StartError):
     """The file cannot be used; the message says what to change."""
 
 
@@ -53,6 +57,7 @@ def read_secret(path: Path, setting: str) -> str:
         raise SecretFileError(f"{place}: is not plain text; is it that file?") from None
     if not text:
         raise SecretFileError(f"{place}: is empty")
+    conceal([text])
     return text
 
 

@@ -349,7 +349,7 @@ class ForgettingCost(NamedTuple):
 
 @dataclass(slots=True)
 class Counters:
-    """They never decrease; `observe/metric_table.py` says what each of them counts."""
+    """They never decrease; `observe/metrics.py` says what each of them counts."""
 
     chunks_stored: int = 0
     chunks_loaded: int = 0

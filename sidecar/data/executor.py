@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from sidecar.catalog.service import Catalogs
+    from sidecar.config.host import LimitsSettings
     from sidecar.data.copies import Copies
     from sidecar.protocol import ServerMessage
     from sidecar.sessions.namespaces import RealmLayout, Realms
@@ -85,8 +86,7 @@ class Executor:
         store: ObjectTier | None,
         catalogs: Catalogs | None,
         copies: Copies,
-        load_deadline_seconds: float,
-        store_deadline_seconds: float,
+        limits: LimitsSettings,
         feed: Callable[[Event], None],
         reply: Callable[[int, ServerMessage], None],
         index_moved: Callable[[RealmLayout], None],
@@ -98,8 +98,7 @@ class Executor:
         self._store = store
         self._catalogs = catalogs
         self._copies = copies
-        self._load_deadline_seconds = load_deadline_seconds
-        self._store_deadline_seconds = store_deadline_seconds
+        self._limits = limits
         self._feed = feed
         self._reply = reply
         self.indexes = IndexUpdater(
@@ -161,7 +160,7 @@ class Executor:
                 self._feed(Copied(command.copy_id, Outcome.REVOKED, "the session ended"))
             return
         loading = isinstance(first, Scatter)
-        seconds = self._load_deadline_seconds if loading else self._store_deadline_seconds
+        seconds = self._limits.load_deadline if loading else self._limits.store_deadline
         realm = self._realms[first.realm_id]
         self._copies.add(
             CopyGroup(

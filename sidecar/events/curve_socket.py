@@ -1,83 +1,152 @@
 """A TCP socket for KV events: libzmq's PUB or ROUTER, for subscribers with a listed CURVE key.
 
-Owns the socket, its limits, and binding it. Does not own authentication (`transport/zap.py`), what
-is sent (`sockets.py`), nor Unix sockets (`unix_sockets.py`).
+Owns the socket, its limits, binding it, the answers to libzmq's authentication requests (ZAP, RFC
+27), and receiving from libzmq's sockets on the event loop (`ZmqReader`). Does not own keys, which
+are in the configuration (`config/observability.py`), what is sent, nor Unix sockets (`sockets.py`).
 
-Invariant: without a key no peer gets past the handshake, whose frames have `REQUEST_BYTES_MAX` at
-most. libzmq buffers all frames of a message of an accepted subscriber.
+Invariants: without an admitted key no peer gets past the handshake, whose frames have
+`REQUEST_BYTES_MAX` at most; nothing here waits. libzmq buffers all frames of a message of an
+accepted subscriber.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import zmq
+from zmq.utils import z85
 
 from sidecar.errors import StartError
-from sidecar.events.unix_sockets import REQUEST_BYTES_MAX
-from sidecar.transport.zap import ZapAuthenticator
-from sidecar.transport.zmq_reader import ZmqReader
 from sidecar.transport.zmtp_server import Sent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
     from sidecar.config.observability import EventsSettings
-    from sidecar.events.unix_sockets import Received
 
+    SendFrames = Callable[[Sequence[bytes]], Sent]
+    """Queues one message for a peer."""
+    Received = Callable[[SendFrames, list[bytes]], None]
+    """Takes the way back to a peer, and the parts of its request."""
+
+REQUEST_BYTES_MAX: Final = 1024
 REQUESTS_QUEUED_MAX: Final = 64
 LINGER_MILLISECONDS_MAX: Final = 100
+HANDSHAKE_MILLISECONDS_MAX: Final = 5000
+MESSAGES_PER_WAKE_MAX: Final = 64
+_FAILED: Final = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+"""No CURVE, or garbage; broken off."""
+
+
+class ZmqReader:
+    """Calls `received` on the loop with the parts of each message. Make it on the loop.
+
+    The descriptor is edge-triggered. It becomes readable once, not as long as there are messages,
+    and sending consumes the edge too. So after each wake and each send the socket itself is asked
+    (EVENTS), and while it has more, another wake is scheduled. `broke` receives an error that
+    `received` raises; without, the loop logs that.
+    """
+
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        received: Callable[[list[bytes]], None],
+        broke: Callable[[BaseException], None] | None,
+    ) -> None:
+        self._socket = socket
+        self._received = received
+        self._broke = broke
+        self._loop = asyncio.get_running_loop()
+        self._fd = int(socket.getsockopt(zmq.FD))
+        self._scheduled: asyncio.Handle | None = None
+        self._loop.add_reader(self._fd, self._wake)
+        # The edge of what arrived since the socket was bound is over.
+        self.check()
+
+    def check(self) -> None:
+        """Schedule a wake if the socket has messages. Call it after each send."""
+        if self._socket.closed or self._scheduled is not None:
+            return
+        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._scheduled = self._loop.call_soon(self._wake)
+
+    def close(self) -> None:
+        """Stop reading. Call it before the socket is closed."""
+        self._loop.remove_reader(self._fd)
+        if self._scheduled is not None:
+            self._scheduled.cancel()
+
+    def _wake(self) -> None:
+        if self._scheduled is not None:
+            self._scheduled.cancel()
+            self._scheduled = None
+        try:
+            with contextlib.suppress(zmq.Again):
+                for _ in range(MESSAGES_PER_WAKE_MAX):
+                    self._received(self._socket.recv_multipart(zmq.NOBLOCK))
+            self.check()
+        except BaseException as error:
+            if self._broke is None:
+                raise
+            self._broke(error)
 
 
 class CurveSocket:
     """The bound socket, for `events.FIELD`. Arguments are those of a `UnixSocket`.
 
-    Raises `StartError` where it cannot be bound.
+    Raises `StartError` where it cannot be bound, or there is no secret key.
     """
 
     def __init__(
         self,
         field: str,
-        endpoint: str,
         settings: EventsSettings,
-        secret_key: bytes,
         queued_max: int,
         received: Received | None,
         broke: Callable[[BaseException], None],
     ) -> None:
+        self.refused = 0
+        """CURVE handshakes that failed."""
+        self._admitted = frozenset(settings.subscribers)
+        self._readers: list[ZmqReader] = []
         # ZAP answers for a whole context, so each socket has its own.
         self._context = zmq.Context(io_threads=1)
-        self._authenticator: ZapAuthenticator | None = None
-        self._reader: ZmqReader | None = None
+        self._socket = self._context.socket(zmq.PUB if received is None else zmq.ROUTER)
+        self._zap = self._context.socket(zmq.ROUTER)
         try:
-            self._socket = self._context.socket(zmq.PUB if received is None else zmq.ROUTER)
-            self._socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS_MAX)
-            self._socket.setsockopt(zmq.SNDHWM, queued_max)
-            self._socket.setsockopt(zmq.RCVHWM, REQUESTS_QUEUED_MAX)
-            # A subscription is a message, too.
-            self._socket.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES_MAX)
-            admitted = frozenset(settings.subscribers).__contains__
-            self._authenticator = ZapAuthenticator(
-                self._context, self._socket, secret_key, admitted, broke
-            )
-            self.endpoint = _bind(self._socket, f"events.{field}", endpoint)
+            options: dict[int, int | bytes] = {
+                zmq.LINGER: LINGER_MILLISECONDS_MAX,
+                zmq.SNDHWM: queued_max,
+                zmq.RCVHWM: REQUESTS_QUEUED_MAX,
+                # A subscription is a message, too.
+                zmq.MAXMSGSIZE: REQUEST_BYTES_MAX,
+                zmq.CURVE_SERVER: 1,
+                zmq.CURVE_SECRETKEY: settings.secret_key(),
+                zmq.ZAP_DOMAIN: b"kvlake",
+                zmq.HANDSHAKE_IVL: HANDSHAKE_MILLISECONDS_MAX,
+            }
+            for option, value in options.items():
+                self._socket.setsockopt(option, value)
+            self._zap.setsockopt(zmq.LINGER, 0)
+            self._zap.bind("inproc://zeromq.zap.01")
+            monitor = self._socket.get_monitor_socket(_FAILED)
+            self._readers.append(ZmqReader(self._zap, self._authenticate, broke))
+            self._readers.append(ZmqReader(monitor, self._handshake_failed, broke))
+            self.endpoint = _bind(self._socket, f"events.{field}", getattr(settings, field))
             if received is not None:
                 self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-                self._reader = ZmqReader(
+                reader: ZmqReader = ZmqReader(
                     self._socket,
-                    lambda parts: received(partial(self._send, parts[0]), parts[1:]),
+                    lambda parts: received(partial(self._send, parts[0], reader), parts[1:]),
                     broke,
                 )
+                self._readers.append(reader)
         except BaseException:
             self.close()
             raise
-
-    @property
-    def refused(self) -> int:
-        """CURVE handshakes that failed."""
-        return 0 if self._authenticator is None else self._authenticator.refused.total()
 
     def publish(self, frames: Sequence[bytes]) -> bool:
         """Send a message to all who subscribed to its first frame; False where one is full."""
@@ -91,7 +160,7 @@ class CurveSocket:
             return False
         return True
 
-    def _send(self, peer: bytes, frames: Sequence[bytes]) -> Sent:
+    def _send(self, peer: bytes, reader: ZmqReader, frames: Sequence[bytes]) -> Sent:
         try:
             self._socket.send_multipart((peer, *frames), zmq.NOBLOCK)
         except zmq.Again:
@@ -101,16 +170,27 @@ class CurveSocket:
                 raise
             return Sent.GONE
         finally:
-            if self._reader is not None:
-                self._reader.check()
+            reader.check()
         return Sent.OK
+
+    def _authenticate(self, parts: list[bytes]) -> None:
+        """Answer one request: address, "", version, id, domain, peer, routing id, "CURVE", key."""
+        address, empty, version, request_id, *_, key = parts
+        name = z85.encode(key).decode()
+        status = (b"200", b"OK", name.encode())
+        if name not in self._admitted:
+            self.refused += 1
+            status = (b"400", b"unknown key", b"")
+        self._zap.send_multipart((address, empty, version, request_id, *status, b""), zmq.NOBLOCK)
+
+    def _handshake_failed(self, _: list[bytes]) -> None:
+        self.refused += 1
 
     def close(self) -> None:
         """Close it, after `LINGER_MILLISECONDS_MAX` at most."""
-        if self._reader is not None:
-            self._reader.close()
-        if self._authenticator is not None:
-            self._authenticator.close()
+        for reader in self._readers:
+            reader.close()
+        self._socket.disable_monitor()
         self._context.destroy()
 
 

@@ -23,15 +23,16 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import zmq
 
+from sidecar.events.curve_socket import ZmqReader
+from sidecar.events.engine_mirror import EngineBlocks
 from sidecar.events.records import END_OF_REPLAY, SEQUENCE_BYTES, decode, number_frame, number_of
 from sidecar.logs import fields
-from sidecar.transport.zmq_reader import ZmqReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sidecar.events.engine_mirror import EngineBlocks
     from sidecar.events.records import CacheEvent
+    from sidecar.protocol import Attach
 
 BATCHES_WAITING_MAX: Final = 10_000
 BATCH_BYTES_MAX: Final = 64 << 20
@@ -48,18 +49,14 @@ _logger = logging.getLogger("kvlake.events")
 class EngineFeed:
     """A subscription that lasts as long as the engine's session. Make it on the loop.
 
-    `replay_endpoint` may be empty. `publish` is called with events for subscribers, and the
-    engine's data-parallel rank. Raises `zmq.ZMQError` where an endpoint is invalid.
+    `publish` is called with events for subscribers, and the engine's data-parallel rank. Raises
+    `zmq.ZMQError` where an endpoint is invalid.
     """
 
     def __init__(
-        self,
-        endpoint: str,
-        replay_endpoint: str,
-        blocks: EngineBlocks,
-        publish: Callable[[list[CacheEvent], int | None], None],
+        self, attach: Attach, publish: Callable[[list[CacheEvent], int | None], None]
     ) -> None:
-        self.blocks = blocks
+        self.blocks = EngineBlocks(attach.engine_id)
         self.gaps = 0
         """Times that batches were missing and were not replayed."""
         self._publish = publish
@@ -70,19 +67,20 @@ class EngineFeed:
         self._again: asyncio.TimerHandle | None = None
         self._pause_seconds = PAUSE_SECONDS
         self._loop = asyncio.get_running_loop()
-        self._replay_endpoint = replay_endpoint
+        self._replay_endpoint = attach.events_replay
+        """Empty where the engine replays nothing."""
         self._dealer: zmq.Socket[bytes] | None = None
         self._readers: dict[zmq.Socket[bytes], ZmqReader] = {}
         self._context = zmq.Context(io_threads=1)
         try:
-            self._connect(zmq.SUB, endpoint, self._receive)
+            self._connect(zmq.SUB, attach.events_endpoint, self._receive)
             self._request()
         except BaseException:
             self._end()
             raise
 
     def _connect(
-        self, kind: int, endpoint: str, received: Callable[[list[bytes]], None]
+        self, kind: int, endpoint: str, received: Callable[[bytes, bytes], None]
     ) -> zmq.Socket[bytes]:
         sock: zmq.Socket[bytes] = self._context.socket(kind)
         sock.setsockopt(zmq.LINGER, 0)
@@ -91,26 +89,27 @@ class EngineFeed:
         if kind == zmq.SUB:
             sock.setsockopt(zmq.SUBSCRIBE, b"")
         sock.connect(endpoint)
-        self._readers[sock] = ZmqReader(sock, received, None)
+
+        def batch(frames: list[bytes]) -> None:
+            if len(frames) >= 3 and len(frames[-2]) == SEQUENCE_BYTES:
+                received(frames[-2], frames[-1])
+
+        self._readers[sock] = ZmqReader(sock, batch, None)
         return sock
 
     def _disconnect(self, sock: zmq.Socket[bytes]) -> None:
         self._readers.pop(sock).close()
         sock.close(linger=0)
 
-    def _replied(self, frames: list[bytes]) -> None:
-        if not _is_batch(frames):
-            return
-        if frames[-2] == END_OF_REPLAY:
+    def _replied(self, sequence: bytes, payload: bytes) -> None:
+        if sequence == END_OF_REPLAY:
             self._pause_seconds = PAUSE_SECONDS
             self._end_replay()
         elif self._replaying is not None:
-            self._apply(number_of(frames[-2]), frames[-1])
+            self._apply(number_of(sequence), payload)
 
-    def _receive(self, frames: list[bytes]) -> None:
-        if not _is_batch(frames):
-            return
-        number, payload = number_of(frames[-2]), frames[-1]
+    def _receive(self, sequence: bytes, payload: bytes) -> None:
+        number = number_of(sequence)
         waits = self._replaying is not None
         if not waits and not (number > self._last + 1 and self._try_request()):
             self._apply(number, payload)
@@ -197,7 +196,3 @@ class EngineFeed:
         for sock in list(self._readers):
             self._disconnect(sock)
         self._context.destroy(linger=0)
-
-
-def _is_batch(frames: list[bytes]) -> bool:
-    return len(frames) >= 3 and len(frames[-2]) == SEQUENCE_BYTES

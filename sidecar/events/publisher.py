@@ -19,16 +19,18 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 import zmq
+from msgspec.structs import replace
 
 from sidecar.core.directory import ZERO_KEY, SegmentState
 from sidecar.core.stored_table import key_list
-from sidecar.events.engine_mirror import HASHES_PER_EVENT_MAX, EngineBlocks, parts
+from sidecar.events.engine_mirror import HASHES_PER_EVENT_MAX, parts
 from sidecar.events.engine_subscriber import EngineFeed
 from sidecar.events.records import (
     LOCAL,
     MEDIUM_CPU,
     MEDIUM_STORAGE,
     REMOTE,
+    SNAPSHOT,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -39,16 +41,17 @@ from sidecar.events.records import (
 from sidecar.logs import fields
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
-    import numpy as np
-    import numpy.typing as npt
-
+    from sidecar.config.observability import EventsSettings
     from sidecar.core.directory import Chunk, Directory, FlagChange
     from sidecar.core.directory import Realm as Held
     from sidecar.core.stored_table import Keys
     from sidecar.events.records import CacheEvent
+    from sidecar.events.sockets import EventSockets
+    from sidecar.protocol import Attach
     from sidecar.sessions.namespaces import RealmLayout, Realms
+    from tiers.kv.copy import Bytes
 
 EVENTS_PER_BATCH_MAX: Final = 512
 SIZE_UNKNOWN: Final = 0
@@ -61,11 +64,10 @@ _TIERS: Final = ((MEDIUM_CPU, LOCAL), (MEDIUM_STORAGE, REMOTE))
 class History:
     """The newest batches, encoded, for replay."""
 
-    def __init__(self, first_number: int, *, batches_max: int, bytes_max: int) -> None:
+    def __init__(self, first_number: int, settings: EventsSettings) -> None:
         self.next_number = first_number
         self.size_bytes = 0
-        self._batches_max = batches_max
-        self._bytes_max = bytes_max
+        self._settings = settings
         self._kept: deque[bytes] = deque()
 
     def __len__(self) -> int:
@@ -75,7 +77,8 @@ class History:
         """Keep a batch; returns its number."""
         self._kept.append(payload)
         self.size_bytes += len(payload)
-        while len(self._kept) > self._batches_max or self.size_bytes > self._bytes_max:
+        batches_max, bytes_max = self._settings.buffer_batches, self._settings.buffer_max
+        while len(self._kept) > batches_max or self.size_bytes > bytes_max:
             self.size_bytes -= len(self._kept.popleft())
         self.next_number += 1
         return self.next_number - 1
@@ -91,37 +94,33 @@ class EventStream:
     """Publishes what the tiers gain and lose.
 
     Args:
-        send: sends a number and a batch to all subscribers. Never waits.
         memory: the host pool.
         first_number: above all numbers of earlier epochs.
     """
 
     def __init__(
         self,
-        send: Callable[[int, bytes], None],
+        sockets: EventSockets,
         realms: Realms,
         directory: Directory,
-        memory: npt.NDArray[np.uint8],
-        *,
+        memory: Bytes,
+        settings: EventsSettings,
         first_number: int,
-        batches_max: int,
-        bytes_max: int,
     ) -> None:
-        self.history = History(first_number, batches_max=batches_max, bytes_max=bytes_max)
+        self.sockets = sockets
+        self.history = History(first_number, settings)
         self.events_told = 0
-        self._send = send
         self._realms = realms
         self._directory = directory
         self._memory = memory
         self.engines: dict[int, EngineFeed] = {}
-        """Subscriptions to engines' own streams, by session."""
         self.publish([AllBlocksCleared()])
 
     def publish(self, events: Iterable[CacheEvent], data_parallel_rank: int | None = None) -> None:
         """Publish events in batches of a bounded size, one after the other."""
         for part in parts(events, EVENTS_PER_BATCH_MAX):
             payload = _encode(part, data_parallel_rank)
-            self._send(self.history.add(payload), payload)
+            self.sockets.publish(self.history.add(payload), payload)
             self.events_told += len(part)
 
     def changed(self, changes: Iterable[FlagChange]) -> None:
@@ -138,18 +137,13 @@ class EventStream:
         """Publish the removal of stored chunks of a realm that was evicted."""
         self.publish(_removed(realm, 1, part) for part in parts(names, HASHES_PER_EVENT_MAX))
 
-    def follow(self, session_id: int, engine_id: str, endpoint: str, replay_endpoint: str) -> None:
+    def follow(self, session_id: int, attach: Attach) -> None:
         """Publish the events of an engine's own stream too, if it can be connected to."""
-        blocks = EngineBlocks(engine_id)
         try:
-            feed = EngineFeed(endpoint, replay_endpoint, blocks, self.publish)
+            self.engines[session_id] = EngineFeed(attach, self.publish)
         except zmq.ZMQError as error:
-            _logger.warning(
-                "an engine's events are not followed",
-                extra=fields(engine=engine_id, endpoint=endpoint, error=error),
-            )
-            return
-        self.engines[session_id] = feed
+            about = fields(engine=attach.engine_id, endpoint=attach.events_endpoint, error=error)
+            _logger.warning("an engine's events are not followed", extra=about)
 
     def leave(self, session_id: int) -> None:
         """Publish the removal of an engine's blocks."""
@@ -162,6 +156,13 @@ class EventStream:
         for session_id in list(self.engines):
             self.leave(session_id)
         self.publish([AllBlocksCleared()])
+
+    def requested(self, what: bytes) -> Iterator[tuple[int, bytes]]:
+        """The batches from the number in a request on, or `SNAPSHOT`, with their numbers."""
+        if what != SNAPSHOT:
+            return iter(self.history.since(int.from_bytes(what, "big")))
+        number = self.history.next_number - 1
+        return ((number, payload) for payload in self.snapshot())
 
     def snapshot(self) -> Iterator[bytes]:
         """Payloads of batches with everything that is cached, for a new subscriber.
@@ -223,24 +224,17 @@ class EventStream:
                     yield _removed(self._realms[realm.realm_id], tier, names)
 
     def _stored(self, realm: Held, chunk: Chunk, tier: int) -> CacheEvent:
-        medium, locality = _TIERS[tier]
-        layout = self._realms[realm.realm_id]
-        known = _knows_tokens(realm)
-        return BlockStored(
-            block_hashes=[name_of(chunk.key)],
-            parent_block_hash=None if chunk.parent == ZERO_KEY else name_of(chunk.parent),
-            token_ids=self._token_ids(realm, chunk) if known else [],
-            block_size=_tokens(chunk) if known else SIZE_UNKNOWN,
-            lora_id=None,
-            medium=medium,
-            lora_name=None,
-            locality=locality,
-            ownership=layout.owner,
-            group_idx=layout.group,
-        )
+        event = self._listed(realm, [name_of(chunk.key)], tier)
+        parent = None if chunk.parent == ZERO_KEY else name_of(chunk.parent)
+        if not _knows_tokens(realm):
+            return replace(event, parent_block_hash=parent)
+        token_ids = self._token_ids(realm, chunk)
+        size = _tokens(chunk)
+        return replace(event, parent_block_hash=parent, token_ids=token_ids, block_size=size)
 
-    def _listed(self, realm: Held, names: list[bytes]) -> CacheEvent:
-        """Chunks known from the catalog alone, without their tokens and parents."""
+    def _listed(self, realm: Held, names: list[bytes], tier: int = 1) -> BlockStored:
+        """Chunks of which only the names are known: neither their tokens nor parents."""
+        medium, locality = _TIERS[tier]
         layout = self._realms[realm.realm_id]
         chunk_tokens = layout.block_tokens * layout.blocks_per_chunk
         return BlockStored(
@@ -249,9 +243,9 @@ class EventStream:
             token_ids=[],
             block_size=chunk_tokens if _knows_tokens(realm) else SIZE_UNKNOWN,
             lora_id=None,
-            medium=MEDIUM_STORAGE,
+            medium=medium,
             lora_name=None,
-            locality=REMOTE,
+            locality=locality,
             ownership=layout.owner,
             group_idx=layout.group,
         )

@@ -76,7 +76,6 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
 
 
 encode: Final = msgspec.msgpack.Encoder().encode
-"""A batch as its frame."""
 decode: Final = msgspec.msgpack.Decoder(EventBatch).decode
 """A frame's batch. Raises `msgspec.DecodeError`, `msgspec.ValidationError` among them."""
 

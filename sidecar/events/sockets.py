@@ -1,8 +1,9 @@
 """The sockets of the event stream: PUB for new batches, ROUTER for replay and snapshots.
 
 Owns answering requests: batches from a number on, or a snapshot, framed as vLLM's
-`ZmqEventPublisher` does. Does not own the sockets (`unix_sockets.py`, over TCP `curve_socket.py`),
-nor the content of batches (`publisher.py`).
+`ZmqEventPublisher` does; and on Unix sockets subscriptions, and the limits of a subscriber. Does
+not own connections, reading and sending (`transport/zmtp_server.py`), sockets over TCP
+(`curve_socket.py`), nor the content of batches (`publisher.py`).
 
     PUB      [topic, number, payload]
     ROUTER   request ["", number] or ["", "snapshot"]; answers ["", topic, number, payload] for each
@@ -11,78 +12,147 @@ nor the content of batches (`publisher.py`).
 
 Invariants: publishing never waits, and a batch that a slow subscriber cannot take is dropped for it
 alone, and counted; one request is answered at a time, for `ANSWER_SECONDS_MAX` at most, and beyond
-`REQUESTS_WAITING_MAX` requests are dropped and counted.
+`REQUESTS_WAITING_MAX` requests are dropped and counted. A Unix socket has `PEERS_MAX` connections
+at most, each with `SUBSCRIPTIONS_MAX` subscriptions at most, of `REQUEST_BYTES_MAX` each.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections import deque
-from pathlib import Path
+import os
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import anyio
 import anyio.lowlevel
 
-from sidecar.events.curve_socket import CurveSocket
-from sidecar.events.records import END_OF_REPLAY, SEQUENCE_BYTES, SNAPSHOT, number_frame
-from sidecar.events.unix_sockets import REQUEST_PARTS, UnixSocket
-from sidecar.transport.zmtp_server import Sent
+from sidecar.events.curve_socket import REQUEST_BYTES_MAX, CurveSocket
+from sidecar.events.records import END_OF_REPLAY, SEQUENCE_BYTES, number_frame
+from sidecar.transport import zmtp
+from sidecar.transport.zmtp_server import Sent, ZmtpPeer, ZmtpServer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     from sidecar.config.observability import EventsSettings
-    from sidecar.events.publisher import EventStream
-    from sidecar.events.unix_sockets import Received, SendFrames
+    from sidecar.events.curve_socket import Received, SendFrames
 
 REQUESTS_WAITING_MAX: Final = 64
 ANSWER_SECONDS_MAX: Final = 30.0
 ANSWERS_QUEUED_MAX: Final = 256
-"""Batches of an answer that are queued for its peer."""
 FULL_POLL_SECONDS: Final = 0.005
-_IPC: Final = "ipc://"
+PEERS_MAX: Final = 256
+SUBSCRIPTIONS_MAX: Final = 64
+RECEIVE_BYTES_MAX: Final = 4096
+REQUEST_PARTS: Final = 2
+"""Parts of a request: an empty one, and what is asked for. A subscription has one."""
+MODE: Final = 0o600
 
 _logger = logging.getLogger("kvlake.events")
+
+
+class UnixSocket(ZmtpServer):
+    """The bound socket, for our own user and root.
+
+    Args:
+        queued_max: messages queued for one peer.
+        received: makes it a ROUTER, and is called with each request. None makes it a PUB.
+        broke: receives an error of the socket itself.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        queued_max: int,
+        received: Received | None,
+        broke: Callable[[BaseException], None],
+    ) -> None:
+        super().__init__(
+            path,
+            b"PUB" if received is None else b"ROUTER",
+            broke,
+            mode=MODE,
+            # Events contain prompts, which the users of runtime.allow_uids must not read.
+            uids=(os.geteuid(), 0),
+            peers_max=PEERS_MAX,
+            queued_max=queued_max,
+            frame_bytes_max=REQUEST_BYTES_MAX,
+            parts_max=REQUEST_PARTS,
+            receive_bytes_max=RECEIVE_BYTES_MAX,
+            heartbeats=True,
+        )
+        self._received = received
+        self._topics: dict[ZmtpPeer, list[bytes]] = {}
+
+    def publish(self, frames: Sequence[bytes]) -> bool:
+        """Send a message to all who subscribed to its first frame; False where one is full."""
+        message = _message_of(frames)
+        taken = True
+        for peer, topics in list(self._topics.items()):
+            if any(map(frames[0].startswith, topics)):
+                taken &= self._queue(peer, message) is not Sent.FULL
+        return taken
+
+    def _send(self, peer: ZmtpPeer, frames: Sequence[bytes]) -> Sent:
+        return Sent.GONE if peer.closed else self._queue(peer, _message_of(frames))
+
+    def _message(self, peer: ZmtpPeer, parts: list[bytes]) -> None:
+        """Pass on a request; subscribe or unsubscribe. What is neither ends the connection."""
+        if self._received is not None:
+            self._received(partial(self._send, peer), parts)
+            return
+        topics = self._topics.setdefault(peer, [])
+        kind, topic = (parts[0][:1], parts[0][1:]) if len(parts) == 1 else (b"", b"")
+        if kind == b"\1" and len(topics) < SUBSCRIPTIONS_MAX:
+            topics.append(topic)
+        elif kind != b"\0":
+            self._close(peer)
+        elif topic in topics:
+            topics.remove(topic)
+
+    def _close(self, peer: ZmtpPeer) -> None:
+        super()._close(peer)
+        self._topics.pop(peer, None)
+
+    def _identified(self, peer: ZmtpPeer) -> None:
+        """Subscribers need no identity."""
 
 
 class EventSockets:
     """Both sockets, bound. Make it on the loop; run `answer` as a task; close it at the end.
 
-    Endpoints are `ipc://PATH`, for the users `uids`, or where ZMQ binds over TCP, for subscribers
-    with a key. `broke` receives an error of the sockets themselves. Raises `StartError` where one
-    cannot be bound.
+    The paths are those of Unix sockets, where the settings name no endpoint over TCP. `broke`
+    receives an error of the sockets themselves. Raises `StartError` where one cannot be bound.
     """
 
     def __init__(
         self,
         settings: EventsSettings,
-        endpoint: str,
-        replay_endpoint: str,
-        secret_key: bytes,
-        uids: Iterable[int],
+        path: Path,
+        replay_path: Path,
         broke: Callable[[BaseException], None],
     ) -> None:
         self.batches_dropped = 0
-        """Times that a batch could not be given to every subscriber."""
         self.requests_answered = 0
         self.requests_dropped = 0
         self._topic = settings.topic.encode()
-        self._requests: deque[tuple[SendFrames, bytes]] = deque()
-        self._requested = anyio.Event()
+        self._requests: asyncio.Queue[tuple[SendFrames, bytes]] = asyncio.Queue(
+            REQUESTS_WAITING_MAX
+        )
         self._closed = False
 
         def bind(
-            field: str, address: str, queued_max: int, received: Received | None
+            field: str, path: Path, queued_max: int, received: Received | None
         ) -> UnixSocket | CurveSocket:
-            if address.startswith(_IPC):
-                path = Path(address.removeprefix(_IPC))
-                return UnixSocket(path, uids, queued_max, received, broke)
-            return CurveSocket(field, address, settings, secret_key, queued_max, received, broke)
+            if getattr(settings, field) == "ipc":
+                return UnixSocket(path, queued_max, received, broke)
+            return CurveSocket(field, settings, queued_max, received, broke)
 
-        self._pub = bind("endpoint", endpoint, settings.queue_batches, None)
+        self._pub = bind("endpoint", path, settings.queue_batches, None)
         try:
-            self._replay = bind("replay_endpoint", replay_endpoint, ANSWERS_QUEUED_MAX, self._ask)
+            self._replay = bind("replay_endpoint", replay_path, ANSWERS_QUEUED_MAX, self._ask)
         except BaseException:
             self._pub.close()
             raise
@@ -108,24 +178,20 @@ class EventSockets:
 
     def _ask(self, send: SendFrames, parts: list[bytes]) -> None:
         fits = len(parts) == REQUEST_PARTS and len(parts[1]) == SEQUENCE_BYTES
-        if not fits or len(self._requests) >= REQUESTS_WAITING_MAX:
+        if not fits or self._requests.full():
             self.requests_dropped += 1
             return
-        self._requests.append((send, parts[1]))
-        self._requested.set()
+        self._requests.put_nowait((send, parts[1]))
 
-    async def answer(self, stream: EventStream) -> None:
-        """Answer requests until cancelled."""
+    async def answer(self, batches: Callable[[bytes], Iterator[tuple[int, bytes]]]) -> None:
+        """Answer requests with their numbered batches, until cancelled."""
         while True:
-            while self._requests:
-                send, what = self._requests.popleft()
-                with anyio.move_on_after(ANSWER_SECONDS_MAX) as scope:
-                    await self._answer(send, _batches(what, stream))
-                if scope.cancelled_caught:
-                    self.requests_dropped += 1
-                    _logger.warning("a subscriber does not read what it asked for")
-            self._requested = anyio.Event()
-            await self._requested.wait()
+            send, what = await self._requests.get()
+            with anyio.move_on_after(ANSWER_SECONDS_MAX) as scope:
+                await self._answer(send, batches(what))
+            if scope.cancelled_caught:
+                self.requests_dropped += 1
+                _logger.warning("a subscriber does not read what it asked for")
 
     async def _answer(self, send: SendFrames, batches: Iterator[tuple[int, bytes]]) -> None:
         for number, payload in batches:
@@ -153,10 +219,7 @@ async def _send_when_room(send: SendFrames, frames: Sequence[bytes]) -> bool:
         await anyio.sleep(FULL_POLL_SECONDS)
 
 
-def _batches(what: bytes, stream: EventStream) -> Iterator[tuple[int, bytes]]:
-    if what == SNAPSHOT:
-        number = stream.history.next_number - 1
-        for payload in stream.snapshot():
-            yield number, payload
-    else:
-        yield from stream.history.since(int.from_bytes(what, "big"))
+def _message_of(frames: Sequence[bytes]) -> bytes:
+    *before, last = frames
+    parts = [zmtp.framed(frame, zmtp.MORE) for frame in before]
+    return b"".join((*parts, zmtp.framed(last)))

@@ -23,26 +23,26 @@ import errno
 import hmac
 import json
 import socket
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, cast
 
 from aiohttp import web
 
 from sidecar.errors import StartError
-from sidecar.observe.host_contents import QueryError, parse_query
+from sidecar.observe.host_contents import HostContents, QueryError, parse_query
+from sidecar.observe.metrics import SidecarMetrics
+from sidecar.observe.status import SidecarStatus
 from sidecar.redaction import redacted
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from sidecar.observe.host_contents import HostContents
+    from sidecar.config.observability import HttpSettings
+    from sidecar.service.dispatcher import Dispatcher
     from sidecar.service.watchdog import Watchdog
 
     Answer = Callable[["Documents", web.Request], Awaitable[web.Response]]
 
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-BODY_BYTES_MAX: Final = 4096
-"""Body of a request. No route reads one."""
 LINE_BYTES_MAX: Final = 4096
 """Length of the request line and of each header; aiohttp takes at most 128 headers."""
 SHUTDOWN_SECONDS_MAX: Final = 1.0
@@ -60,22 +60,13 @@ KEEPALIVE_SECONDS_MAX: Final = 15.0
 LINGER_SECONDS_MAX: Final = 1.0
 
 
-@dataclass(frozen=True, slots=True)
 class Documents:
-    """What the routes answer with. Each call reads the state of that moment."""
+    """What the routes answer with. Each reads the state of its moment."""
 
-    metrics: Callable[[], bytes]
-    status: Callable[[], dict[str, object]]
-    host: HostContents
-
-
-@dataclass(slots=True)
-class HttpRefusals:
-    """What the HTTP server refused since the start."""
-
-    connections: int = 0
-    requests: int = 0
-    """Requests without the token."""
+    def __init__(self, dispatcher: Dispatcher, watchdog: Watchdog, refused: dict[str, int]) -> None:
+        self.metrics = SidecarMetrics(dispatcher, watchdog, refused)
+        self.status = SidecarStatus(dispatcher, watchdog)
+        self.host = HostContents(dispatcher)
 
 
 class _Connection(asyncio.Protocol):
@@ -88,11 +79,9 @@ class _Connection(asyncio.Protocol):
     def __init__(self, handler: web.RequestHandler, server: HttpServer) -> None:
         self._handler = handler
         self._server = server
-        self._transport: asyncio.Transport | None = None
         self.begun = begun = asyncio.get_running_loop().time()
         self.peer = ""
         self.answering = False
-        """Whether a complete request is being answered."""
         self.idle_since = begun
         self.asking_since: float | None = begun
         """Since when an incomplete request is arriving; None: none has begun."""
@@ -128,29 +117,29 @@ class _Connection(asyncio.Protocol):
     def cut(self) -> None:
         """Close at once, without sending the rest: the client may never read it."""
         self._server.connections.pop(self._handler, None)
-        if self._transport is not None:
-            self._transport.abort()
+        self._transport.abort()
 
 
 class HttpServer:
     """The server. It starts first, so that probes are answered while the rest starts.
 
-    The other routes answer once `serve` gave it their documents. `url` is known after `start`.
+    The other routes answer once `serve` named the sidecar. `url` is known after `start`.
+    Raises `StartError` where the token cannot be read.
     """
 
-    def __init__(self, host: str, port: int, watchdog: Watchdog, *, token: str = "") -> None:
-        self._host = host
-        self._port = port
+    def __init__(self, settings: HttpSettings, watchdog: Watchdog) -> None:
+        self._settings = settings
         self._watchdog = watchdog
-        self._token = token.encode()
+        self._token = settings.secret_token().encode()
         self._documents: Documents | None = None
         self._servers: list[asyncio.Server] = []
-        self._url = ""
+        self.url = ""
         self.connections: dict[asyncio.BaseProtocol, _Connection] = {}
         """By aiohttp's handler."""
         self._sweeper: asyncio.TimerHandle | None = None
-        self.refusals = HttpRefusals()
-        application = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[self._answering])
+        self.refused = {"connection": 0, "token": 0}
+        """Connections, and requests without the token."""
+        application = web.Application(middlewares=[self._answering])
         application.router.add_get("/healthz", _health)
         application.router.add_get("/readyz", self._readiness)
         for path, answer in _GUARDED.items():
@@ -168,9 +157,9 @@ class HttpServer:
 
     async def start(self) -> None:
         """Bind and serve. Raises `StartError` if the address cannot be bound."""
-        sockets = listen_on(self._host, self._port)
+        sockets = listen_on(self._settings.host, self._settings.port)
         host, port = sockets[0].getsockname()[:2]
-        self._url = f"http://[{host}]:{port}" if ":" in str(host) else f"http://{host}:{port}"
+        self.url = f"http://[{host}]:{port}" if ":" in str(host) else f"http://{host}:{port}"
         await self._runner.setup()
         loop = asyncio.get_running_loop()
         for one in sockets:
@@ -181,14 +170,11 @@ class HttpServer:
             one.listen(QUEUED_MAX)
         self._sweep()
 
-    @property
-    def url(self) -> str:
-        """Where it answers."""
-        return self._url
-
-    def serve(self, documents: Documents | None) -> None:
-        """Answer with these documents; None: the sidecar starts or has stopped."""
-        self._documents = documents
+    def serve(self, dispatcher: Dispatcher | None) -> None:
+        """Answer with the documents of a sidecar; None: it starts or has stopped."""
+        self._documents = None
+        if dispatcher is not None:
+            self._documents = Documents(dispatcher, self._watchdog, self.refused)
 
     async def stop(self) -> None:
         """Close the socket and every connection."""
@@ -212,7 +198,7 @@ class HttpServer:
             among = [one for one in self.connections.values() if peer in (None, one.peer)]
             if len(among) < connections_max:
                 continue
-            self.refusals.connections += 1
+            self.refused["connection"] += 1
             idle = [one for one in among if not one.answering]
             if not idle:
                 return False
@@ -259,7 +245,7 @@ class HttpServer:
     def _guarded(self, answer: Answer) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handler(request: web.Request) -> web.StreamResponse:
             if not self._authorized(request):
-                self.refusals.requests += 1
+                self.refused["token"] += 1
                 return web.Response(
                     status=401,
                     text="this address needs the token of http.token: Authorization: Bearer ...\n",
@@ -284,12 +270,12 @@ async def _health(_: web.Request) -> web.StreamResponse:
 
 
 async def _metrics(documents: Documents, _: web.Request) -> web.Response:
-    body = redacted(documents.metrics().decode()).encode()
+    body = redacted(documents.metrics.render().decode()).encode()
     return web.Response(body=body, headers={"Content-Type": METRICS_TYPE})
 
 
 async def _status(documents: Documents, _: web.Request) -> web.Response:
-    return _json(documents.status())
+    return _json(documents.status.document())
 
 
 async def _host_usage(documents: Documents, request: web.Request) -> web.Response:
@@ -315,14 +301,8 @@ def listen_on(host: str, port: int) -> list[socket.socket]:
     listening: list[socket.socket] = []
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, kind, protocol, _, place in dict.fromkeys(found):
-            one = socket.socket(family, kind, protocol)
-            listening.append(one)
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            one.bind(place)
-            one.listen(QUEUED_MAX)
+        for family, *_, place in dict.fromkeys(found):
+            listening.append(socket.create_server(place, family=family, backlog=QUEUED_MAX))
     except OSError as error:
         for one in listening:
             one.close()

@@ -26,12 +26,12 @@ from tiers.store.middleware import OPERATIONS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sidecar.config.store import PriceSettings, StoreSettings
+    from sidecar.config.store import PriceSettings
     from sidecar.core.commands import Counters
-    from sidecar.service.dispatcher import Dispatcher
+    from sidecar.service.dispatcher import Dispatcher, SharedStore
     from sidecar.service.watchdog import Watchdog
     from sidecar.sessions.namespaces import RealmLayout
-    from tiers.store.middleware import Billed, Metered
+    from tiers.store.middleware import Billed
 
 SAMPLE_SECONDS: Final = 5.0
 WINDOW_SECONDS: Final = 60.0
@@ -152,9 +152,10 @@ class SidecarStatus:
 
     def _store_tier(self) -> Document | None:
         dispatcher = self._dispatcher
-        store, watch, settings = dispatcher.store, dispatcher.watch, dispatcher.config.store
-        if store is None or watch is None or settings is None:
+        if dispatcher.store is None:
             return None
+        store, watch = dispatcher.store.tier, dispatcher.store.watch
+        settings, collector = dispatcher.store.settings, dispatcher.store.collector
         return {
             "url": store.url,
             "write": settings.write,
@@ -166,25 +167,29 @@ class SidecarStatus:
             "write_queue_bytes": dispatcher.engine.writes.pending_bytes,
             "chunks": dispatcher.engine.directory.chunks_in_store,
             "listings": watch.listings,
-            "catalog": catalog_counts(dispatcher) | {"compacts": watch.health.creates},
-            "collection": _collection(dispatcher),
+            "catalog": catalog_counts(dispatcher.store) | {"compacts": watch.health.creates},
+            "collection": {
+                "state": collector.state,
+                **dataclasses.asdict(collector.collected),
+                "withdrawn_by": dict(collector.withdrawn_by),
+            },
             "requests": dict(store.billed.requests),
             "request_bytes": dict(store.billed.num_bytes),
-            "monthly_bill": self._bill(store, settings),
+            "monthly_bill": self._bill(dispatcher.store),
             "retries": store.retried(),
             "verbs": {
                 verb: dataclasses.asdict(counts) for verb, counts in store.snapshot().items()
             },
         }
 
-    def _bill(self, store: Metered, settings: StoreSettings) -> Document | None:
+    def _bill(self, store: SharedStore) -> Document | None:
         """An estimate; None without prices in the configuration."""
-        catalogs, prices = self._dispatcher.catalogs, settings.prices
-        if catalogs is None or prices is None:
+        prices = store.settings.prices
+        if prices is None:
             return None
-        stored_bytes = catalogs.total_usage.size_bytes
+        stored_bytes = store.catalogs.total_usage.size_bytes
         seconds = time.monotonic() - self._started
-        items = monthly(prices, store.billed, stored_bytes=stored_bytes, seconds=seconds)
+        items = monthly(prices, store.tier.billed, stored_bytes=stored_bytes, seconds=seconds)
         return {"currency": prices.currency, **items}
 
 
@@ -229,16 +234,6 @@ def _host_tier(dispatcher: Dispatcher) -> Document:
     }
 
 
-def _collection(dispatcher: Dispatcher) -> Document:
-    collector = dispatcher.collector
-    assert collector is not None, "a store was opened"
-    return {
-        "state": collector.state,
-        **dataclasses.asdict(collector.collected),
-        "withdrawn_by": dict(collector.withdrawn_by),
-    }
-
-
 def _realm(realm: RealmLayout) -> Document:
     namespace = json.loads(realm.namespace)
     return {
@@ -252,9 +247,10 @@ def _realm(realm: RealmLayout) -> Document:
 
 
 def _event_stream(dispatcher: Dispatcher) -> Document | None:
-    stream, sockets = dispatcher.events, dispatcher.event_sockets
-    if stream is None or sockets is None:
+    stream = dispatcher.events
+    if stream is None:
         return None
+    sockets = stream.sockets
     return {
         "endpoint": sockets.endpoint,
         "replay_endpoint": sockets.replay_endpoint,

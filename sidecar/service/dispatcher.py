@@ -23,6 +23,7 @@ import anyio
 from sidecar.catalog.garbage_collector import Collector
 from sidecar.catalog.service import Catalogs
 from sidecar.catalog.sync import StoreWatch
+from sidecar.config.store import StoreSettings
 from sidecar.core.breaker import BreakerRules
 from sidecar.core.commands import Copied, Draining, Event, SessionClosed
 from sidecar.core.engine import Engine
@@ -69,26 +70,35 @@ READS_BEGUN_MAX: Final = 2
 """Reads started at a time: each takes up to 0.1 ms of the event loop."""
 ADOPTED_MAX: Final = 64
 """Restored slots adopted at a time: each takes up to 0.1 ms of the event loop."""
-PEERS_LOGGED_MAX: Final = 1024
+_NO_STORE: Final = StoreSettings(url="file:///", write="off", read="off")
+"""Stands for the store where none is configured."""
 
 _logger = logging.getLogger("kvlake.server")
 
 
 @dataclass(slots=True)
 class SocketStats:
-    """Counters of the sockets since the start."""
+    """Counters since the start. `observe/metrics.py` says what each of them counts."""
 
     sessions_opened: int = 0
     frames_received: int = 0
     replies_dropped: int = 0
     sockets_renewed: int = 0
-    """Socket files that were removed by somebody, and made again."""
     connections_cut: int = 0
-    """Connections that ended before they attached."""
     attaches_expired: int = 0
-    """Connections that did not attach in time."""
     attaches_refused: Counter[str] = field(default_factory=Counter[str])
     frames_refused: Counter[str] = field(default_factory=Counter[str])
+
+
+@dataclass(frozen=True, slots=True)
+class SharedStore:
+    """The object store, with what follows it in the background."""
+
+    tier: Metered
+    settings: StoreSettings
+    catalogs: Catalogs
+    watch: StoreWatch
+    collector: Collector
 
 
 class Dispatcher:
@@ -98,11 +108,9 @@ class Dispatcher:
         self.config = config
         self.epoch = epoch
         self.pool = pool
-        self.store = store
         self.socket_stats = SocketStats()
         self.started = time.time()
         self.lost_before = 0
-        """Objects that the previous sidecar had not written when it stopped."""
         self.realms = Realms(config.limits.realms_max)
         self.sessions = Sessions(config.limits.sessions_max)
         self.uncached = UncachedEngines(config.limits.sessions_max)
@@ -119,71 +127,54 @@ class Dispatcher:
             notify_listed=self._notify_listed,
         )
         self.events: EventStream | None = None
-        self.event_sockets: EventSockets | None = None
         self.copies = Copies(pool.memory, config.copies.threads, self._copied)
         self.gpus = Gpus(pool.memory, config.gpu)
-        self.catalogs: Catalogs | None = None
-        self.watch: StoreWatch | None = None
-        self.collector: Collector | None = None
-        if store is not None:
-            self._follow_store(store)
+        self.store = None if store is None else self._follow(store)
         self.executor = Executor(
             realms=self.realms,
             sessions=self.sessions,
             pool=pool.memory,
             store=store,
-            catalogs=self.catalogs,
+            catalogs=None if self.store is None else self.store.catalogs,
             copies=self.copies,
-            load_deadline_seconds=config.limits.load_deadline,
-            store_deadline_seconds=config.limits.store_deadline,
+            limits=config.limits,
             feed=self.feed,
             reply=self._reply,
             index_moved=self._index_moved,
-            store_failed=None if self.watch is None else self.watch.failed,
+            store_failed=None if self.store is None else self.store.watch.failed,
         )
         self.deadlines = anyio.Event()
         """Set when the engine got a lookup or a lease, which have deadlines."""
         self.draining = False
         self.drained = anyio.Event()
         """Set when, while draining, no work is left."""
-        self._jobs: JobSocket | None = None
+        self.jobs: JobSocket | None = None
         self._events: deque[Event] = deque()
         self._feeding = False
         self._over = False
-        self._logged: set[tuple[bytes, str]] = set()
 
-    def _follow_store(self, store: Metered) -> None:
+    def _follow(self, tier: Metered) -> SharedStore:
         settings = self.config.store
         assert settings is not None, "a store was opened"
-        catalogs = self.catalogs = Catalogs(
-            store,
-            rows_max=settings.catalog_rows_max,
-            flush_seconds=settings.catalog_flush,
-            reads=settings.read == "on",
-        )
-        self.watch = StoreWatch(
-            store,
+        catalogs = Catalogs(tier, settings)
+        watch = StoreWatch(
+            tier,
             catalogs,
             self.realms,
-            refresh_seconds=settings.refresh_seconds,
-            flush_seconds=settings.catalog_flush,
-            writes=settings.write != "off",
-            reads=settings.read == "on",
-            reconcile_seconds=settings.reconcile_every,
+            settings,
             feed=self.feed,
             held=self.engine.stored_mask,
             index_settled=lambda realm: self.executor.indexes.settled(realm.indexed_in),
         )
-        self.collector = Collector(
-            store, self.config, self.watch.health, lambda: catalogs.logs_unmerged_max
-        )
+        collector = Collector(tier, self.config, watch.health, lambda: catalogs.logs_unmerged_max)
+        return SharedStore(tier, settings, catalogs, watch, collector)
 
     def _admits(self, realm_id: int, tenant: bytes, num_bytes: int, objects: int) -> bool:
         """Whether a tenant's quota allows this write to a realm's namespace, as far as is known."""
         quota = self.engine.tenants.quota(tenant)
-        if self.catalogs is None or not quota.store_capped:
+        if self.store is None or not quota.store_capped:
             return True
-        held = self.catalogs.usage(tenant, self.realms[realm_id].namespace_digest)
+        held = self.store.catalogs.usage(tenant, self.realms[realm_id].namespace_digest)
         return quota.admits(held.size_bytes + num_bytes, held.objects + objects)
 
     def _has_room(self, realm_id: int, num_bytes: int, objects: int) -> bool:
@@ -192,32 +183,26 @@ class Dispatcher:
         The collector enforces them by deleting the oldest chunks, in rounds: faster writes would
         exceed them without this check. Without a collector they do not hold.
         """
-        settings = self.config.store
-        if settings is None or self.catalogs is None or self.watch is None:
+        store = self.store
+        if store is None or not store.settings.capped or not store.watch.health.creates:
             return True
-        if not settings.capped or not self.watch.health.creates:
-            return True
-        held = self.catalogs.namespace_usage(self.realms[realm_id].namespace_digest)
-        return settings.has_room(held.size_bytes + num_bytes, held.objects + objects)
+        held = store.catalogs.namespace_usage(self.realms[realm_id].namespace_digest)
+        return store.settings.has_room(held.size_bytes + num_bytes, held.objects + objects)
 
     def connect(self, jobs: JobSocket) -> None:
         """Set the socket for replies."""
-        self._jobs = jobs
+        self.jobs = jobs
 
-    def publish(self, sockets: EventSockets, first_number: int) -> EventStream:
+    def publish(self, sockets: EventSockets, first_number: int) -> None:
         """Publish changes of the tiers from now on. Call it before the first session."""
-        settings = self.config.events
-        self.event_sockets = sockets
         self.events = EventStream(
-            sockets.publish,
+            sockets,
             self.realms,
             self.engine.directory,
             self.pool.memory,
-            first_number=first_number,
-            batches_max=settings.buffer_batches,
-            bytes_max=settings.buffer_max,
+            self.config.events,
+            first_number,
         )
-        return self.events
 
     def _notify(self, changes: list[FlagChange]) -> None:
         if self.events is not None and not self._over:
@@ -226,10 +211,6 @@ class Dispatcher:
     def _notify_listed(self, realm: Held, keys: Keys) -> None:
         if self.events is not None and not self._over:
             self.events.listed(realm, keys)
-
-    def handshakes_refused(self) -> dict[str, int]:
-        """Connections for jobs refused before they were read, by reason."""
-        return {"user": 0 if self._jobs is None else self._jobs.users_refused}
 
     def drain(self) -> None:
         """Start no new work; `drained` is set once all running work has ended."""
@@ -296,8 +277,7 @@ class Dispatcher:
         if self.events is not None and attach.events_endpoint:
             uid = session.connection.peer.uid
             if uid in (os.geteuid(), 0):
-                endpoints = attach.events_endpoint, attach.events_replay
-                self.events.follow(session.session_id, attach.engine_id, *endpoints)
+                self.events.follow(session.session_id, attach)
             else:
                 # It would choose what this process connects to, and what subscribers receive.
                 _logger.warning("an engine of another user is not followed", extra=fields(uid=uid))
@@ -318,8 +298,8 @@ class Dispatcher:
             session.connection.hang_up()
         self.sessions.close(session)
         self.realms.use(session.realms)
-        if self._jobs is not None:
-            self._jobs.forget(session.token)
+        if self.jobs is not None:
+            self.jobs.forget(session.token)
         if self.events is not None:
             self.events.leave(session.session_id)
         closed = SessionClosed(session.session_id)
@@ -353,33 +333,22 @@ class Dispatcher:
         try:
             event = session.event_of(parts, self.epoch)
         except ProtocolError as error:
-            self._refuse(routing_id, error)
+            self._refuse(session, error)
             self._deliver(session, Error(self.epoch, error.code, str(error)))
             return
         self.feed(event)
         if isinstance(event.message, Lookup | Lease):
             self.deadlines.set()
 
-    def stranger(self, token: bytes) -> None:
+    def stranger(self, _: bytes) -> None:
         """Count a connection for jobs that named no session, and was closed."""
-        self._refuse(token, ProtocolError("unknown_peer", "no session has this token"))
+        self._refuse(None, ProtocolError("unknown_peer", "no session has this token"))
 
-    def _refuse(self, routing_id: bytes, error: ProtocolError) -> None:
+    def _refuse(self, session: Session | None, error: ProtocolError) -> None:
         self.socket_stats.frames_refused[error.code] += 1
-        if (routing_id, error.code) in self._logged:
-            return
-        if len(self._logged) >= PEERS_LOGGED_MAX:
-            self._logged.clear()
-        self._logged.add((routing_id, error.code))
-        session = self.sessions.by_token(routing_id)
-        _logger.warning(
-            "frame refused (logged once per peer and code)",
-            extra=fields(
-                session=None if session is None else session.session_id,
-                code=error.code,
-                error=error,
-            ),
-        )
+        session_id = None if session is None else session.session_id
+        about = fields(session=session_id, code=error.code, error=error)
+        _logger.warning("frame refused", extra=about)
 
     def _reply(self, session_id: int, message: ServerMessage) -> None:
         session = self.sessions.get(session_id)
@@ -390,8 +359,8 @@ class Dispatcher:
 
     def _deliver(self, session: Session, message: ServerMessage) -> None:
         """Send a message, or end the session. Its client has sent something before."""
-        assert self._jobs is not None, "messages come only after connect"
-        sent = self._jobs.send(session.token, encode(message))
+        assert self.jobs is not None, "messages come only after connect"
+        sent = self.jobs.send(session.token, encode(message))
         if sent is Sent.OK:
             return
         self.socket_stats.replies_dropped += 1
@@ -410,28 +379,26 @@ class Dispatcher:
 
 
 def _engine_limits(config: Config) -> EngineLimits:
-    limits, store = config.limits, config.store
+    limits, store = config.limits, config.store or _NO_STORE
     return EngineLimits(
-        writes_inflight_max=store.writes_inflight_max if store else 1,
-        reads_inflight_max=store.reads_inflight_max if store else 1,
-        write_queue_bytes_max=store.write_queue_max if store else 1,
+        writes_inflight_max=store.writes_inflight_max,
+        reads_inflight_max=store.reads_inflight_max,
+        write_queue_bytes_max=store.write_queue_max,
         leases_max_per_session=limits.jobs_inflight_max,
         lease_ttl_seconds_max=limits.lease_ttl,
         lookups_max_per_session=limits.jobs_inflight_max,
         quarantine_keys_max=QUARANTINE_KEYS_MAX,
-        recompute=store is not None and store.recompute == "when_sooner",
-        regret_max=store.regret_max if store else 0.0,
+        recompute=store.recompute == "when_sooner",
+        regret_max=store.regret_max,
         breaker=BreakerRules(
             failures_max=store.breaker.failures_max,
             pause_seconds=store.breaker.pause,
             pause_seconds_max=store.breaker.pause_max,
-        )
-        if store
-        else BreakerRules(),
-        write=WritePolicy(store.write) if store else WritePolicy.OFF,
+        ),
+        write=WritePolicy(store.write),
         # What is kept needs no writing: the next start has it, and its turn comes then.
         flush_at_end=config.host.after_stop == "remove",
-        store_reads=store is not None and store.read == "on",
+        store_reads=store.read == "on",
         shares=ShareLimits(
             memory_bytes_max=limits.memory_max,
             copies_queued_max=limits.copies_queued_max,

@@ -72,10 +72,9 @@ def _as_refusals(connection: Connection) -> Generator[None]:
         yield
     except ProtocolError:
         raise
-    except LayoutError as error:
-        raise AttachRefused("layout", str(error)) from error
-    except PoolError as error:
-        raise AttachRefused("pool", str(error)) from error
+    except (LayoutError, PoolError) as error:
+        code = "layout" if isinstance(error, LayoutError) else "pool"
+        raise AttachRefused(code, str(error)) from error
     except (OSError, MemoryError) as error:
         raise AttachRefused(
             "resources", f"the sidecar lacks memory or descriptors for another client: {error}"
@@ -206,7 +205,7 @@ class Handshakes:
                 session = await self._attach(connection, first, fds)
             finally:
                 close_fds(fds)
-        except (AttachRefused, ProtocolError) as error:
+        except ProtocolError as error:
             self._note_refusal(connection.peer, error, first)
             connection.try_send(encode(Refused(error.code, str(error))))
             return None
@@ -228,10 +227,7 @@ class Handshakes:
         return session
 
     def _note_refusal(
-        self,
-        peer: Peer,
-        error: AttachRefused | ProtocolError,
-        first: FirstMessage | None = None,
+        self, peer: Peer, error: ProtocolError, first: FirstMessage | None = None
     ) -> None:
         self._dispatcher.socket_stats.attaches_refused[error.code] += 1
         self._dispatcher.uncached.refused(peer, first, error)
@@ -306,9 +302,9 @@ class Handshakes:
             dispatcher.realms.forget(realm for realm in realms if realm not in known)
             dispatcher.forget_layouts()
             raise
-        if dispatcher.watch is not None:
+        if dispatcher.store is not None:
             for realm in new:
-                dispatcher.watch.refresh(realm)
+                dispatcher.store.watch.refresh(realm)
         return dispatcher.sessions.open(attach, connection, realms, memory)
 
     def _attached(self, session: Session) -> Attached:

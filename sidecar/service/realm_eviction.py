@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 from itertools import islice
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final
 
 import anyio
 import anyio.lowlevel
@@ -112,10 +112,9 @@ class RealmEviction:
         for realm in unit:
             others = dispatcher.realms.all()
             last = all(one.namespace_digest != realm.namespace_digest for one in others)
-            if dispatcher.watch is not None:
-                dispatcher.watch.forget(realm, last=last)
-            if dispatcher.catalogs is not None:
-                dispatcher.catalogs.forget(realm, last=last)
+            if dispatcher.store is not None:
+                dispatcher.store.watch.forget(realm, last=last)
+                dispatcher.store.catalogs.forget(realm, last=last)
             _logger.info(
                 "realm forgotten: no engine uses it, and another one needs its place",
                 extra=fields(
@@ -146,15 +145,11 @@ def _ids(unit: Unit) -> tuple[int, ...]:
 def _require_json_object(namespace: bytes) -> None:
     """Raise `AttachRefused` unless the namespace is a JSON object that `/status` can show."""
     try:
-        decoded: object = msgspec.json.decode(namespace)
+        decoded = msgspec.json.decode(namespace, type=dict[str, object])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise AttachRefused("namespace", f"namespace is not JSON: {error}") from error
-    if not isinstance(decoded, dict):
-        raise AttachRefused(
-            "namespace", f"namespace is a JSON {type(decoded).__name__}: must be an object"
-        )
+        raise AttachRefused("namespace", f"namespace is not JSON, or no object: {error}") from error
     # /status encodes it deeper in the stack, where the same nesting could exceed the limit.
-    if deeper_than(cast("object", decoded), NAMESPACE_DEPTH_MAX):
+    if deeper_than(decoded, NAMESPACE_DEPTH_MAX):
         raise AttachRefused(
             "namespace",
             f"namespace is nested more than {NAMESPACE_DEPTH_MAX} deep: make it flatter",

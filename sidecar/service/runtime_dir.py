@@ -17,7 +17,6 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import stat
@@ -30,13 +29,13 @@ from tiers.pool.lock import is_locked, require_creatable, try_lock
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from sidecar.config.runtime import RuntimeSettings
+
 MODE_OWN: Final = 0o700
 MODE_PASSABLE: Final = 0o711
 MODE_ABOVE: Final = 0o755
-"""Mode of missing directories above."""
 SOCKET_MODE_OWN: Final = 0o600
 SOCKET_MODE_SHARED: Final = 0o666
-_SOCKET_PATH_BYTES_MAX: Final = 107
 NUMBERS_PER_EPOCH: Final = 1 << 36
 """Reserved numbers of event batches: 80 days at ten thousand a second. After that only the clock
 keeps the numbers of the next sidecar above these."""
@@ -61,25 +60,19 @@ class AlreadyServed(StartError):
 
 
 class RuntimeDirectory:
-    """`<directory>/<name>`, made where it is missing, and locked.
+    """This sidecar's own directory, made where it is missing, and locked.
 
-    `shared`: other users connect here (`runtime.allow_uids`). `strict_parents`: a parent that
-    others can write to is an error. Raises `StartError` where it cannot be made or locked, or
-    somebody else could replace it.
+    Raises `StartError` where it cannot be made or locked, or somebody else could replace it.
     """
 
-    def __init__(
-        self, directory: Path, name: str, *, shared: bool = False, strict_parents: bool = True
-    ) -> None:
-        self.path = directory / name
+    def __init__(self, settings: RuntimeSettings) -> None:
+        self._settings = settings
+        self.path = settings.home
         self._sockets = tuple(self.path / one for one in _SOCKETS)
         self.attach_path, self.jobs_path, self.events_path, self.replay_path = self._sockets
         self._lost_path = self.path / "last-stop-lost"
-        self.socket_mode = SOCKET_MODE_SHARED if shared else SOCKET_MODE_OWN
-        self._mode = MODE_PASSABLE if shared else MODE_OWN
-        self._check = functools.partial(
-            check, directory, name, shared=shared, strict_parents=strict_parents
-        )
+        self.socket_mode = SOCKET_MODE_SHARED if settings.allow_uids else SOCKET_MODE_OWN
+        self._mode = MODE_PASSABLE if settings.allow_uids else MODE_OWN
         self._make()
         self._lock_fd = self._take_lock()
         self.remove_sockets()
@@ -99,7 +92,7 @@ class RuntimeDirectory:
         os.close(lock_fd)
 
     def _make(self) -> None:
-        self._check()
+        check(self._settings)
         directory, mode = self.path.parent, self._mode
         try:
             for place in _missing(self.path):
@@ -113,7 +106,7 @@ class RuntimeDirectory:
         except OSError as error:
             raise _unmakeable(self.path, error) from error
         # Again, now that everything exists.
-        self._check()
+        check(self._settings)
 
     def _take_lock(self) -> int:
         fd = _open_lock(self.path, os.O_CREAT)
@@ -178,23 +171,16 @@ class RuntimeDirectory:
         os.close(self._lock_fd)
 
 
-def check(directory: Path, name: str, *, shared: bool, strict_parents: bool) -> None:
+def check(settings: RuntimeSettings) -> None:
     """Raise `StartError` where the sockets cannot be made, or others could replace them.
 
     Changes nothing: missing directories are assumed as `RuntimeDirectory` makes them. Raises
     `AlreadyServed` last, so then the other sidecar is the only obstacle.
     """
-    home = directory / name
-    longest = len(os.fsencode(home / _SOCKETS[0]))
-    if longest > _SOCKET_PATH_BYTES_MAX:
-        raise StartError(
-            f"runtime.directory: {home / _SOCKETS[0]} has {longest} bytes and a Unix socket path "
-            f"at most {_SOCKET_PATH_BYTES_MAX}; choose a shorter directory or runtime.name"
-        )
-    _check_kind(directory)
-    _check_kind(home, ours=True)
-    _check_parents(directory, strict=strict_parents, shared=shared)
-    _check_entries(home)
+    _check_kind(settings.directory)
+    _check_kind(settings.home, ours=True)
+    _check_parents(settings)
+    _check_entries(settings.home)
 
 
 def _missing(path: Path) -> list[Path]:
@@ -242,9 +228,9 @@ def _check_kind(path: Path, *, ours: bool = False) -> None:
         )
 
 
-def _check_parents(directory: Path, *, strict: bool, shared: bool) -> None:
+def _check_parents(settings: RuntimeSettings) -> None:
     """Raise `StartError` where somebody else could replace the directory by another one."""
-    trusted = (os.geteuid(), 0)
+    directory, trusted = settings.directory, (os.geteuid(), 0)
     for place in (directory, *directory.parents):
         found = _found(place)
         if found is not None and stat.S_ISLNK(found.st_mode) and found.st_uid not in trusted:
@@ -259,12 +245,12 @@ def _check_parents(directory: Path, *, strict: bool, shared: bool) -> None:
             continue
         mode = stat.S_IMODE(found.st_mode)
         opened = place == real and found.st_uid == os.geteuid()  # by `_make`
-        if shared and not opened and not mode & 0o011:
+        if settings.allow_uids and not opened and not mode & 0o011:
             raise StartError(
                 f"runtime.allow_uids: other users cannot pass through {place} (mode {mode:04o}); "
                 "choose a runtime.directory such as /run/kvlake, or chmod o+x that one"
             )
-        if not strict:
+        if not settings.strict_parents:
             continue
         if found.st_uid not in trusted:
             raise StartError(

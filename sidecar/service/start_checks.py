@@ -1,10 +1,6 @@
-"""What a start reads and checks besides its directories: secrets, memory, descriptors, the disk.
+"""What a start checks besides its directories: memory, descriptors, the disk.
 
-Owns reading and masking the HTTP token and the CURVE key of events, and warnings about resources:
-`kvlake serve` logs them, `kvlake doctor` shows them. Does not own the checks of secret files
-(`config/secret_files.py`).
-
-Invariants: a secret returned here is masked in all output from then on. Checking resources changes
+Owns warnings about them: `kvlake serve` logs them, `kvlake doctor` shows them. Checking changes
 nothing.
 """
 
@@ -13,20 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-import zmq
-
-from sidecar.config.secret_files import SecretFileError
-from sidecar.errors import StartError
-from sidecar.redaction import conceal
 from tiers.kv.memfd import MemoryFilesystem, memory_filesystem
 from tiers.sizes import approximate_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from sidecar.config.model import Config
 
@@ -36,39 +26,7 @@ FILES_BASE: Final = 256
 """Other descriptors: HTTP and clients in their handshake, at most 64 each, and the rest."""
 
 
-def http_token(config: Config) -> str:
-    """The HTTP token; empty where none is configured. Raises `StartError`."""
-    return _read(config.http.secret_token)
-
-
-def events_key(config: Config) -> bytes:
-    """The CURVE key of events over TCP; empty for Unix sockets. Raises `StartError`."""
-    events = config.events
-    path = events.curve_secret_key_file if events.enabled else None
-    if path is None:
-        return b""
-    key = _read(events.secret_key).encode()
-    try:
-        zmq.curve_public(key)
-    except (ValueError, KeyError, zmq.ZMQError) as error:
-        raise StartError(
-            f"events.curve_secret_key_file={path} holds no CURVE key; make one with "
-            "`kvlake keygen --out FILE`"
-        ) from error
-    return key
-
-
-def _read(read: Callable[[], str]) -> str:
-    try:
-        secret = read()
-    except SecretFileError as error:
-        raise StartError(str(error)) from error
-    conceal([secret])
-    return secret
-
-
-@dataclass(frozen=True, slots=True)
-class Shortage:
+class Shortage(NamedTuple):
     """A resource that is too small for the configuration, and the remedy."""
 
     about: str

@@ -4,15 +4,14 @@ Owns the list: engines that declined by themselves (`Declined`), and clients who
 refused. Does not own the sockets, or when a client is refused (`handshake.py`).
 
 Invariants: an engine is listed once, however many of its processes are concerned. One that declined
-stays while a connection of it is open. One that was refused stays while it retries, until it
-attaches. Both lists are bounded.
+stays while a connection of it is open; one that was refused, while it retries. Both are bounded.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -46,11 +45,8 @@ class UncachedEngine:
     reason: str
     message: str
     since: float
-
-    @property
-    def name(self) -> str:
-        """The engine in words."""
-        return f"engine {self.engine_id or '?'} (pid {self.pid}, uid {self.uid})"
+    refused_at: float = math.inf
+    """When its attach was last refused; infinite for one that declined."""
 
 
 class UncachedEngines:
@@ -61,8 +57,8 @@ class UncachedEngines:
         self._clock = clock
         self._declined: dict[object, UncachedEngine] = {}
         """By a token for each connection."""
-        self._refused: dict[tuple[object, ...], tuple[UncachedEngine, float]] = {}
-        """With the time of the last refusal, which is also their order."""
+        self._refused: dict[tuple[object, ...], UncachedEngine] = {}
+        """In the order of their last refusals."""
 
     def check(self) -> None:
         """Raise `AttachRefused` where there is no room for another engine that declines."""
@@ -86,9 +82,7 @@ class UncachedEngines:
         finally:
             del self._declined[token]
 
-    def refused(
-        self, peer: Peer, first: FirstMessage | None, error: AttachRefused | ProtocolError
-    ) -> None:
+    def refused(self, peer: Peer, first: FirstMessage | None, error: ProtocolError) -> None:
         """List a client for `REFUSED_SECONDS`; `first` is its message, if that was decoded."""
         if error.code == "draining" or isinstance(first, Declined):
             return
@@ -107,9 +101,10 @@ class UncachedEngines:
             peer.uid,
             REFUSED,
             f"its attach is refused ({error.code}): {error}",
-            now if before is None else before[0].since,
+            now if before is None else before.since,
+            now,
         )
-        self._refused[key] = (engine, now)
+        self._refused[key] = engine
         if len(self._refused) > REFUSED_MAX:
             del self._refused[next(iter(self._refused))]
 
@@ -120,21 +115,16 @@ class UncachedEngines:
     def all(self) -> list[UncachedEngine]:
         """All engines without the cache, the longest listed first."""
         self._expire()
-        listed = [*self._declined.values(), *(engine for engine, _ in self._refused.values())]
+        listed = [*self._declined.values(), *self._refused.values()]
         found: dict[object, UncachedEngine] = {}
         for one in sorted(listed, key=lambda one: one.since):
             found.setdefault(one.engine_id or (one.uid, one.pid), one)
         return list(found.values())
 
-    def by_reason(self) -> dict[str, int]:
-        """How many engines, for each of `REASONS`."""
-        counts = Counter(one.reason for one in self.all())
-        return {reason: counts[reason] for reason in REASONS}
-
     def _expire(self) -> float:
         now = self._clock()
-        since = now - REFUSED_SECONDS
-        self._refused = {key: (one, at) for key, (one, at) in self._refused.items() if at >= since}
+        recent = now - REFUSED_SECONDS
+        self._refused = {key: one for key, one in self._refused.items() if one.refused_at >= recent}
         return now
 
 

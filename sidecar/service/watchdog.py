@@ -1,34 +1,49 @@
 """The watchdog: whether engines can attach and be served now, and reporting it to systemd.
 
-Owns the phase of the sidecar, the measurement of the event loop's lag, and the verdict that
-`/readyz`, the metrics and systemd show. Does not own the checks that find problems, nor HTTP.
+Owns the phase of the sidecar, the event loop's lag, the verdict that `/readyz`, the metrics and
+systemd show, and the checks while serving: the runtime directory, the sockets, the pool's files and
+the copy threads. It makes a removed socket again. Does not own any of these, nor HTTP.
 
 Invariants: ready means that the sidecar serves and no problem keeps engines from attaching or from
 being served; what only makes the cache worse (the store is away) is no such problem. systemd's
 watchdog is fed from the loop, and only while the sidecar is ready, starting or draining, so a loop
 or copies that hang end in a restart. A beat is a timer of the loop and no task: it measures the
-loop from before the first task is started until after the last has ended.
+loop from before the first task is started until after the last has ended. A check costs a few
+`lstat` calls and changes nothing. A socket is made again only in a directory whose lock is ours, so
+two sidecars never fight over one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
+import time
 from typing import TYPE_CHECKING, Final, Literal
 
+from sidecar.errors import StartError
 from sidecar.logs import fields
+from tiers.pool.lock import lock_path_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
 
+    from sidecar.service.dispatcher import Dispatcher
+    from sidecar.service.runtime_dir import RuntimeDirectory
     from sidecar.service.systemd import Notifier
+    from sidecar.transport.unix_listener import UnixListener
 
 BEAT_SECONDS: Final = 0.5
 LAG_SECONDS_MAX: Final = 1.0
 """An engine's lookup waits half a second by default: a loop this late answers none in time."""
 EXTEND_SECONDS: Final = 30.0
 """How much longer a start or a stop may take, counted from each beat."""
+COPY_SECONDS_STUCK: Final = 10.0
+"""A copy moves at most 64 MiB: tens of milliseconds, or a second on a machine that swaps."""
+RANKS_SECONDS_MAX: Final = 60.0
+"""An engine's ranks attach within moments of each other, once all of them have their memory."""
 
 PROBLEMS: Final = (
     "starting", "draining", "loop", "runtime_directory", "socket", "copies", "pool", "ranks",
@@ -66,7 +81,6 @@ class Watchdog:
             self._seconds = min(BEAT_SECONDS, notifier.watchdog_seconds / 3)
         self._due = self._loop.time()
         self._status = ""
-        """The last status sent to systemd."""
         self._logged: set[str] = set()
         """Codes of the problems in the last log line."""
         self.lag_seconds = 0.0
@@ -168,6 +182,103 @@ class Watchdog:
             self._logged = codes
             level = logging.ERROR if serious else logging.INFO
             _logger.log(level, "not ready" if serious else "ready", extra=fields(why=summary))
+
+
+class SelfChecks:
+    """Checks of one sidecar that serves. Make it when all sockets and files exist."""
+
+    def __init__(
+        self, dispatcher: Dispatcher, directory: RuntimeDirectory, listeners: list[UnixListener]
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._directory = directory
+        self._listeners = listeners
+        pool = dispatcher.pool.path
+        self._pool = (pool, lock_path_of(pool))
+        paths = (*self._pool, *(one.path for one in listeners))
+        self._files = {path: _identity(path) for path in paths}
+
+    def _removed(self, path: Path) -> bool:
+        identity = _identity(path)
+        return identity is None or identity != self._files[path]
+
+    def check(self) -> Iterator[Problem]:
+        """What is wrong now."""
+        yield from self._check_files()
+        dispatcher = self._dispatcher
+        stuck = dispatcher.copies.stuck_seconds(time.monotonic())
+        if stuck > COPY_SECONDS_STUCK:
+            yield Problem("copies", f"every copy thread has been at its copy for {stuck:.0f} s")
+        for engine_id, ranks, world_size in dispatcher.sessions.incomplete(RANKS_SECONDS_MAX):
+            here = ", ".join(map(str, ranks))
+            yield Problem(
+                "ranks",
+                f"of {world_size} ranks of engine {engine_id} only {here} attached here, so no "
+                "chunk of it is ever loadable; the log of vLLM says why a rank is served without "
+                "the cache; all ranks of an engine must be on one node",
+                serious=False,
+            )
+        if uncached := dispatcher.uncached.all():
+            first, *others = uncached
+            more = f" ({len(others)} more: kvlake status)" if others else ""
+            yield Problem(
+                "uncached",
+                f"engine {first.engine_id or '?'} (pid {first.pid}, uid {first.uid}) serves "
+                f"without the cache: {first.message}{more}",
+                serious=False,
+            )
+        store = dispatcher.store
+        if store is not None and (health := store.watch.health).state != "ok":
+            reason = f"the store is {health.state}: {health.reason}"
+            yield Problem("store", reason, serious=False)
+
+    def _check_files(self) -> Iterator[Problem]:
+        directory = self._directory
+        if not directory.held():
+            yield Problem(
+                "runtime_directory",
+                f"{directory.path} was removed, or another sidecar has it; restart this one",
+            )
+        for path in (one.path for one in self._listeners):
+            if self._removed(path):
+                serves = path in (directory.attach_path, directory.jobs_path)
+                yield Problem(
+                    "socket", f"{path} was removed; nobody can connect to it", serious=serves
+                )
+        for path in self._pool:
+            if self._removed(path):
+                yield Problem(
+                    "pool",
+                    f"{path} was removed: engines are served, but its memory is freed only "
+                    "when this sidecar ends, and nothing of it outlives that",
+                    serious=False,
+                )
+
+    def repair(self) -> None:
+        """Make removed sockets again, where the directory is ours or can be locked again."""
+        lost = [one for one in self._listeners if self._removed(one.path)]
+        if not lost:
+            return
+        try:
+            if not self._directory.held():
+                self._directory.retake()
+            for listener in lost:
+                listener.bind_again()
+                self._files[listener.path] = _identity(listener.path)
+                self._dispatcher.socket_stats.sockets_renewed += 1
+                _logger.warning(
+                    "a socket was removed, made again", extra=fields(path=listener.path)
+                )
+        except (OSError, StartError) as error:
+            # `check` reports it, and the next beat tries again.
+            _logger.debug("a socket cannot be made again", extra=fields(error=error))
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    with contextlib.suppress(OSError):
+        found = path.lstat()
+        return found.st_dev, found.st_ino
+    return None
 
 
 def _summary(problems: list[Problem]) -> str:

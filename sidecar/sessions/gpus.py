@@ -32,15 +32,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from concurrent.futures import Future
 
-    import numpy as np
-    import numpy.typing as npt
-
     from sidecar.config.host import GpuSettings
     from sidecar.protocol import Memory
-    from tiers.kv.copy import Region
+    from tiers.kv.copy import Bytes, Region
     from tiers.kv.layout import KVLayout
-
-    Bytes = npt.NDArray[np.uint8]
 
 _logger = logging.getLogger("kvlake.gpu")
 
@@ -151,7 +146,6 @@ class GpuMapping:
         self._memory = memory
         self._unmapping = unmapping
         self.mapped = True
-        """Whether it is still mapped."""
 
     def close(self) -> None:
         """Unmap it, in a thread: the driver may take milliseconds."""

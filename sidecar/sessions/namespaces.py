@@ -40,13 +40,9 @@ from tiers.kv.slot_image import SlotTemplates
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    import numpy as np
-    import numpy.typing as npt
-
     from sidecar.protocol import Attach
+    from tiers.kv.copy import Bytes
     from tiers.kv.layout import ChunkLayout
-
-    Bytes = npt.NDArray[np.uint8]
 
 INDEX_ENTRIES_FIRST: Final = 1 << 12
 """Entries of a new realm's index (200 KiB of shared memory); it doubles whenever it gets full."""

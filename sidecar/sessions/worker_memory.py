@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Final
 
 import anyio
 import numpy as np
-import numpy.typing as npt
 
 from sidecar.errors import AttachRefused
 from sidecar.logs import fields
@@ -36,11 +35,7 @@ if TYPE_CHECKING:
 
     from sidecar.protocol import Attach
     from sidecar.sessions.gpus import GpuMapping, Gpus
-    from tiers.kv.copy import Region, Visit
-    from tiers.kv.layout import KVLayout
-
-    Bytes = npt.NDArray[np.uint8]
-    BlockIds = npt.NDArray[np.int64]
+    from tiers.kv.copy import BlockIds, Bytes, Region, Visit
 
 PREFAULT_BYTES_PER_CALL: Final = 16 << 20
 """About a millisecond where the engine has touched the pages, ten where it has not."""
@@ -102,12 +97,12 @@ class HostMapping:
             _logger.error("a worker's memory stays mapped: a view is still held")  # noqa: TRY400
 
 
+@dataclass(frozen=True, slots=True)
 class HostRegion:
     """A memfd as one KV cache group lies in it, copied by the CPU. A `Region`."""
 
-    def __init__(self, layout: KVLayout, mapping: HostMapping) -> None:
-        self._plan = CopyPlan(layout)
-        self._mapping = mapping
+    _plan: CopyPlan
+    _mapping: HostMapping
 
     def gather(self, block_ids: BlockIds, payload: Bytes) -> HostTransfer:
         """A copy of blocks to `payload`, carried out by `finish`."""
@@ -136,10 +131,7 @@ class HostTransfer:
 
 
 class WorkerMemory:
-    """A worker's KV memory and fence page, mapped here: owns both.
-
-    `regions` is the memory as each KV cache group lies in it.
-    """
+    """A worker's KV memory, its `regions` (one for each KV cache group), and its fence page."""
 
     def __init__(
         self, mapping: HostMapping | GpuMapping, regions: Sequence[Region], fence: SidecarFence
@@ -234,11 +226,13 @@ def take_memory(attach: Attach, fds: list[int], gpus: Gpus | None = None) -> Wor
             if shared.kind == KIND_MEMFD:
                 mapping = HostMapping(shared.size_bytes, fds.pop())
                 undo.callback(mapping.close)
-                regions = [HostRegion(layout, mapping) for layout in layouts]
+                regions = [HostRegion(CopyPlan(layout), mapping) for layout in layouts]
                 memory = WorkerMemory(mapping, regions, fence)
             else:
                 assert gpus is not None, "GPU memory is attached once its device is ready"
                 memory = WorkerMemory(*gpus.open(shared, layouts, fds), fence)
+        except AttachRefused:
+            raise
         except (OSError, ValueError) as error:
             raise AttachRefused(
                 "memory", f"the worker's memory cannot be mapped: {error}"

@@ -2,7 +2,7 @@
 
 Owns connections: their handshake, reading, and sending. Does not own accepting them
 (`unix_listener.py`), framing (`zmtp.py`), nor what messages mean: subclasses do (`job_socket.py`,
-`events/unix_sockets.py`).
+`events/sockets.py`).
 
 Invariants:
 

@@ -28,7 +28,6 @@ import numpy as np
 import xxhash
 
 from sidecar import protocol
-from sidecar.errors import AttachRefused
 from sidecar.protocol import (
     Attach,
     Attached,
@@ -208,7 +207,7 @@ def _feed_attach(data: bytes) -> None:
         if isinstance(attach, protocol.Declined):
             return
         check_shape(attach)
-    except (ProtocolError, AttachRefused):
+    except ProtocolError:
         return
     for part in attach.parts:
         if part.layout is None:

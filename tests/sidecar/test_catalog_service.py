@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from sidecar.catalog.service import Catalogs
+from sidecar.config.store import StoreSettings
 from sidecar.protocol import Role
 from sidecar.sessions.namespaces import Realms
 from tests.sidecar.client import attach_message
@@ -47,9 +48,13 @@ def realm_of() -> RealmLayout:
     return realm
 
 
+def settings(**changes: Any) -> StoreSettings:
+    return StoreSettings(url="memory://", catalog_rows_max=1000, **changes)
+
+
 @pytest.fixture
 def catalogs() -> Catalogs:
-    return Catalogs(memory(), rows_max=1000, flush_seconds=1.0)
+    return Catalogs(memory(), settings())
 
 
 def follow(catalogs: Catalogs, realm: RealmLayout, manifest: Manifest) -> None:
@@ -108,7 +113,7 @@ def test_what_others_wrote_during_a_round_counts_on(catalogs: Catalogs) -> None:
 
 async def test_what_was_written_here_counts_at_once_and_once() -> None:
     store = memory()
-    catalogs = Catalogs(store, rows_max=1000, flush_seconds=1.0)
+    catalogs = Catalogs(store, settings())
     realm = realm_of()
     written = Row(b"k" * 32, "0-2.0-4", 0, 100, tenant=A)
     catalogs.announce_written(realm, written, later_than=0)
@@ -133,7 +138,7 @@ async def test_what_was_written_here_counts_at_once_and_once() -> None:
 
 def test_who_does_not_read_the_catalog_counts_nothing_for_ever() -> None:
     """What was collected since would count, too: nobody tells."""
-    catalogs = Catalogs(memory(), rows_max=1000, flush_seconds=1.0, reads=False)
+    catalogs = Catalogs(memory(), settings(read="off"))
     catalogs.announce_written(realm_of(), Row(b"k" * 32, "0-2.0-4", 0, 100, tenant=A), later_than=0)
     assert catalogs.usage(A) == catalogs.total_usage == Usage()
 
@@ -159,7 +164,7 @@ def test_noting_costs_what_is_noted(catalogs: Catalogs) -> None:
 
 
 async def test_a_forgotten_namespace_is_counted_from_the_start_when_it_comes_back() -> None:
-    catalogs = Catalogs(memory(), rows_max=1000, flush_seconds=1.0)
+    catalogs = Catalogs(memory(), settings())
     realm, row = realm_of(), Row(b"k" * 32, "0-2.0-4", 0, 100, tenant=A)
     catalogs.announce_written(realm, row, later_than=0)
     await catalogs.flush()
@@ -179,7 +184,7 @@ async def test_a_forgotten_namespace_is_counted_from_the_start_when_it_comes_bac
 
 
 async def test_what_waits_to_be_announced_outlives_its_realms() -> None:
-    catalogs = Catalogs(memory(), rows_max=1000, flush_seconds=1.0)
+    catalogs = Catalogs(memory(), settings())
     realm, row = realm_of(), Row(b"k" * 32, "0-2.0-4", 0, 100, tenant=A)
     catalogs.announce_written(realm, row, later_than=0)
     catalogs.count(realm, {A: ONE})

@@ -257,12 +257,12 @@ def events_over_tcp(world: World, key: str, **endpoints: str) -> dict[str, Any]:
     return {"events": {"enabled": True, **places, **endpoints, **more}}
 
 
-@refusal("events_key")
+@refusal("EventsSettings.secret_key")
 def key_of_events_that_is_none(world: World) -> dict[str, Any]:
     return events_over_tcp(world, world.key("not a key"))
 
 
-@refusal("_read")
+@refusal("read_secret")
 def key_of_events_that_is_missing(world: World) -> dict[str, Any]:
     return events_over_tcp(world, str(world.directory / "none"))
 
@@ -387,7 +387,6 @@ def no_room_beside_what_would_be_given_back(world: World) -> dict[str, Any]:
 
 
 UNREACHED = {
-    "check": "the configuration refuses the same length of a path before",
     "UnixListener._bind": "a socket cannot be made in a directory that was checked",
     "RuntimeDirectory._take_lock": "a sidecar that runs: its own test",
     "Placement.settle": "the kernel refuses to place memory: its own test in tests/gpu",

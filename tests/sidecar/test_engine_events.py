@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import zmq
 
+from sidecar.config.observability import EventsSettings
 from sidecar.core.directory import Directory
 from sidecar.events import records as kvevents
 from sidecar.events.engine_mirror import EngineBlocks, event_of_block
@@ -344,13 +345,12 @@ def test_a_late_subscriber_is_told_of_an_engines_blocks_part_by_part(
     places.patch(monkeypatch, "event_of_block", counting)
     nobody = SimpleNamespace(realms={})
     stream = EventStream(
-        lambda *_: None,
+        cast("Any", SimpleNamespace(publish=lambda *_: None)),
         cast("Any", nobody),
         cast("Any", nobody),
         np.empty(0, np.uint8),
+        EventsSettings(),
         first_number=1,
-        batches_max=8,
-        bytes_max=1 << 20,
     )
     blocks = EngineBlocks("e")
     applied(blocks, stored(*range(3 * EVENTS_PER_BATCH_MAX)))
@@ -378,13 +378,12 @@ def test_a_realm_that_is_forgotten_while_a_late_subscriber_is_told_of_it_ends_th
     held.segment_sources.register(0, layout_of().segment)
     told: list[bytes] = []
     stream = EventStream(
-        lambda _, payload: told.append(payload),
+        cast("Any", SimpleNamespace(publish=lambda _, payload: told.append(payload))),
         realms,
         directory,
         np.empty(0, np.uint8),
+        EventsSettings(),
         first_number=1,
-        batches_max=8,
-        bytes_max=1 << 20,
     )
     payloads = stream.snapshot()
     assert isinstance(kvevents.decode(next(payloads)).events[0], kvevents.AllBlocksCleared)

@@ -359,7 +359,7 @@ def test_what_would_let_strangers_read_prompts_is_refused(
 
 
 def test_history_is_bounded_in_batches_and_in_bytes() -> None:
-    history = History(100, batches_max=3, bytes_max=10)
+    history = History(100, EventsSettings.model_construct(buffer_batches=3, buffer_max=10))
     for size in (1, 2, 3, 4):
         history.add(b"x" * size)
     assert [number for number, _ in history.since(0)] == [101, 102, 103]

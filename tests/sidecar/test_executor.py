@@ -14,6 +14,8 @@ import pytest
 from msgspec.structs import replace
 
 from sidecar.catalog.service import Catalogs
+from sidecar.config.host import LimitsSettings
+from sidecar.config.store import StoreSettings
 from sidecar.core.commands import (
     Copied,
     Event,
@@ -71,10 +73,9 @@ async def moving(bench: Bench, store: ObjectTier) -> AsyncIterator[Executor]:
         sessions=bench.sessions,
         pool=bench.pool,
         store=store,
-        catalogs=Catalogs(store, rows_max=1000, flush_seconds=60),
+        catalogs=Catalogs(store, StoreSettings(url="memory://", catalog_flush=60.0)),
         copies=work,
-        load_deadline_seconds=60,
-        store_deadline_seconds=60,
+        limits=LimitsSettings(load_deadline=60.0, store_deadline=60.0, lease_ttl=60.0),
         feed=bench.told.append,
         reply=lambda *_: None,
         index_moved=lambda _: None,

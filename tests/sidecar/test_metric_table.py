@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sidecar.catalog.garbage_collector import Collected
 from sidecar.core.commands import Counters
 from sidecar.core.tenants import TenantCounters
-from sidecar.observe.metric_table import COUNTERS, GAUGES
+from sidecar.observe.metrics import COUNTERS, GAUGES
 from sidecar.service.dispatcher import SocketStats
 from tests import places
 from tests.sidecar.client import RunningSidecar, with_events

@@ -8,14 +8,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sidecar.config.model import ConfigError, loads
+from sidecar.config.runtime import RuntimeSettings
 from sidecar.errors import StartError
 from sidecar.protocol import Outcome
 from sidecar.service.runtime_dir import RuntimeDirectory
-from sidecar.service.self_checks import SelfChecks
+from sidecar.service.watchdog import SelfChecks
 from tests import places
 from tests.sidecar.client import RunningSidecar, Worker, config_in, key_of, with_events
 
@@ -27,12 +29,16 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user:
 # --- the directory -------------------------------------------------------------------------------
 
 
+def opened(directory: Path, **settings: Any) -> RuntimeDirectory:
+    return RuntimeDirectory(RuntimeSettings(directory=directory, name="a", **settings))
+
+
 def mode_of(path: Path) -> int:
     return path.stat().st_mode & 0o7777
 
 
 def test_it_is_ours_alone(short_directory: Path) -> None:
-    home = RuntimeDirectory(short_directory / "made" / "here", "a")
+    home = opened(short_directory / "made" / "here")
     assert mode_of(home.path) == 0o700
     assert mode_of(home.path / "lock") == 0o600
     assert home.socket_mode == 0o600
@@ -41,14 +47,14 @@ def test_it_is_ours_alone(short_directory: Path) -> None:
 
 def test_one_that_was_too_open_is_closed(short_directory: Path) -> None:
     (short_directory / "a").mkdir(mode=0o755)
-    RuntimeDirectory(short_directory, "a").close()
+    opened(short_directory).close()
     assert mode_of(short_directory / "a") == 0o700
 
 
 def test_sockets_of_another_that_has_it_are_left_alone(short_directory: Path) -> None:
-    first = RuntimeDirectory(short_directory, "a")
+    first = opened(short_directory)
     first.path.rename(short_directory / "moved")
-    second = RuntimeDirectory(short_directory, "a")
+    second = opened(short_directory)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(second.attach_path))
         first.remove_sockets()
@@ -76,7 +82,7 @@ def test_a_sidecar_that_stops_leaves_the_sockets_of_another(
 
 def test_a_shared_one_can_be_passed_and_not_listed(short_directory: Path) -> None:
     short_directory.chmod(0o711)
-    home = RuntimeDirectory(short_directory / "run", "a", shared=True)
+    home = opened(short_directory / "run", allow_uids=(OTHER,))
     assert mode_of(home.path) == 0o711
     assert mode_of(home.path.parent) == 0o711
     assert home.socket_mode == 0o666
@@ -87,7 +93,7 @@ def test_a_shared_one_that_nobody_can_reach_is_refused(short_directory: Path) ->
     closed = short_directory / "closed"
     closed.mkdir(mode=0o700)
     with pytest.raises(StartError, match=rf"cannot pass through {closed} \(mode 0700\)"):
-        RuntimeDirectory(closed / "run", "a", shared=True)
+        opened(closed / "run", allow_uids=(OTHER,))
 
 
 @pytest.mark.promise("parent-directory")
@@ -95,11 +101,11 @@ def test_a_shared_one_that_nobody_can_reach_is_refused(short_directory: Path) ->
 def test_a_parent_that_others_can_write_to_is_refused(short_directory: Path, mode: int) -> None:
     short_directory.chmod(mode)
     with pytest.raises(StartError, match=r"lets others replace.*chmod go-w") as caught:
-        RuntimeDirectory(short_directory / "run", "a")
+        opened(short_directory / "run")
     assert f"mode {mode:04o}" in str(caught.value)
-    RuntimeDirectory(short_directory / "run", "a", strict_parents=False).close()
+    opened(short_directory / "run", strict_parents=False).close()
     short_directory.chmod(mode | 0o1000)
-    RuntimeDirectory(short_directory / "run", "a").close()
+    opened(short_directory / "run").close()
 
 
 @pytest.mark.promise("symbolic-link")
@@ -114,13 +120,13 @@ def test_a_symbolic_link_is_refused(short_directory: Path, level: str) -> None:
         directory.mkdir()
         (directory / "a").symlink_to(target)
     with pytest.raises(StartError, match=rf"symbolic link.*{target}"):
-        RuntimeDirectory(directory, "a")
+        opened(directory)
     assert list(target.iterdir()) in ([], [target / "a"])
 
 
 @pytest.mark.parametrize("text", ["", "many", "-3", "9" * 40, "\ud800"])
 def test_a_damaged_note_of_what_was_lost_counts_as_none(short_directory: Path, text: str) -> None:
-    home = RuntimeDirectory(short_directory, "a")
+    home = opened(short_directory)
     home.write_lost(3)
     (note,) = (path for path in home.path.iterdir() if path.read_text() == "3")
     note.write_bytes(text.encode(errors="surrogatepass"))
@@ -131,7 +137,7 @@ def test_a_damaged_note_of_what_was_lost_counts_as_none(short_directory: Path, t
 def test_a_file_in_its_place_is_refused(short_directory: Path) -> None:
     (short_directory / "a").touch()
     with pytest.raises(StartError, match=r"cannot be made|not a directory"):
-        RuntimeDirectory(short_directory, "a")
+        opened(short_directory)
 
 
 @needs_root
@@ -150,7 +156,7 @@ def test_what_belongs_to_somebody_else_is_refused(short_directory: Path, which: 
         os.lchown(link, OTHER, OTHER)
         directory = link / "deeper"
     with pytest.raises(StartError, match=f"uid {OTHER}"):
-        RuntimeDirectory(directory, "a")
+        opened(directory)
 
 
 def test_the_lock_is_no_way_to_write_elsewhere(short_directory: Path) -> None:
@@ -160,7 +166,7 @@ def test_the_lock_is_no_way_to_write_elsewhere(short_directory: Path) -> None:
     home.mkdir(mode=0o700)
     (home / "lock").symlink_to(victim)
     with pytest.raises(StartError, match=r"symbolic links.*remove that file"):
-        RuntimeDirectory(short_directory, "a")
+        opened(short_directory)
     assert victim.read_text() == "kept"
 
 

@@ -199,8 +199,8 @@ class SidecarProcess:
     def _written_when_announced(self) -> list[int]:
         """How much was written whenever the catalog is told of all of it."""
         written: list[int] = []
-        watch: Any = self.dispatcher.watch
-        if watch is not None:
+        if self.dispatcher.store is not None:
+            watch: Any = self.dispatcher.store.watch
             flush = watch.flush
 
             async def noted() -> bool:

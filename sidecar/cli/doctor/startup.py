@@ -22,7 +22,7 @@ from sidecar.errors import StartError
 from sidecar.events.curve_socket import bound
 from sidecar.observe import http
 from sidecar.service import runtime_dir as runtimedir
-from sidecar.service.start_checks import events_key, http_token, shortages
+from sidecar.service.start_checks import shortages
 from sidecar.service.store_stack import open_store
 from tiers.errors import TierError
 from tiers.pool.lock import lock_path_of, read_owner
@@ -44,12 +44,7 @@ def startup_findings(config: Config) -> list[Check]:
     found = [passed("configuration", where)]
     pid, has_ports = 0, False
     try:
-        runtimedir.check(
-            runtime.directory,
-            runtime.name,
-            shared=bool(runtime.allow_uids),
-            strict_parents=runtime.strict_parents,
-        )
+        runtimedir.check(runtime)
     except runtimedir.AlreadyServed as error:
         pid = error.pid
         line, has_ports = _running(config, pid)
@@ -95,7 +90,7 @@ def _running(config: Config, pid: int) -> tuple[Check, bool]:
     text = f"it runs (pid {pid or 'unknown'})"
     try:
         url = url_of(config)
-        status = SidecarClient(url, STATUS_SECONDS_MAX, http_token(config)).get()
+        status = SidecarClient(url, STATUS_SECONDS_MAX, config.http.secret_token()).get()
     except NoAnswer as error:
         return warning(about, f"{text}: {error}"), isinstance(error, SidecarNotReady)
     except StartError:
@@ -118,10 +113,10 @@ def _secrets(config: Config) -> list[Check]:
     http_file, events = config.http.token_file, config.events
     events_file = events.curve_secret_key_file if events.enabled else None
     return [
-        _checked(f"{setting} {path}", "it is this user's alone", functools.partial(read, config))
+        _checked(f"{setting} {path}", "it is this user's alone", read)
         for setting, path, read in (
-            ("http.token_file", http_file, http_token),
-            ("events.curve_secret_key_file", events_file, events_key),
+            ("http.token_file", http_file, config.http.secret_token),
+            ("events.curve_secret_key_file", events_file, events.secret_key),
         )
         if path is not None
     ]
