@@ -34,7 +34,6 @@ from sidecar.events.sockets import EventSockets
 from sidecar.exits import Exit
 from sidecar.logs import fields
 from sidecar.observe.http import HttpServer
-from sidecar.redaction import conceal
 from sidecar.service.dispatcher import Dispatcher
 from sidecar.service.handshake import Handshakes
 from sidecar.service.runtime_dir import RuntimeDirectory
@@ -45,6 +44,7 @@ from sidecar.service.watchdog import SelfChecks, Watchdog
 from sidecar.transport.job_socket import JobSocket
 from sidecar.transport.unix_listener import UnixListener
 from tiers.errors import TierError
+from tiers.redaction import conceal
 
 if TYPE_CHECKING:
     from collections.abc import Callable

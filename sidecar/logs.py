@@ -18,7 +18,7 @@ import sys
 import traceback
 from typing import Final, Literal
 
-from sidecar.redaction import redacted
+from tiers.redaction import redacted
 
 LOGGER: Final = "kvlake"
 FIELD_CHARACTERS_MAX: Final = 2_000

@@ -39,7 +39,7 @@ import numpy.typing as npt
 import obstore
 
 from benchmarks.store.plain_server import PlainServer, plain_server
-from sidecar.config.host import IntegritySettings
+from sidecar.config.sections import IntegritySettings
 from sidecar.config.store import StoreSettings
 from sidecar.data.read import StreamingVerifier
 from sidecar.service.store_stack import open_store
@@ -118,7 +118,7 @@ class Bench:
             }
         )
         self._tier: Metered = open_store(settings)
-        cloud = ObstoreClient(settings.url, settings.access)
+        cloud = ObstoreClient(settings.url, settings)
         # The same client, with the same settings.
         self._plain: Any = cloud.client
         self._summing: Any = obstore.store.S3Store(

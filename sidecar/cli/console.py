@@ -59,7 +59,7 @@ def complain(text: str) -> None:
 def load_config(path: Path | None) -> Config:
     """The configuration. Its secrets are masked in all output. Raises `CommandError`."""
     from sidecar.config.model import ConfigError, load
-    from sidecar.redaction import conceal
+    from tiers.redaction import conceal
 
     try:
         config = load(path)

@@ -25,7 +25,6 @@ from sidecar.cli.console import (
 )
 from sidecar.cli.ls import WITHDRAWN_COLUMNS, ListWriter, chunk_documents, chunk_line
 from sidecar.cli.store import TENANTS_SHOWN_MAX, TenantNames, find_namespaces, namespace_of, run
-from sidecar.config.units import format_duration
 from tiers.catalog.compaction import compact
 from tiers.catalog.lease import CatalogLease
 from tiers.catalog.manifest import Counts
@@ -33,7 +32,7 @@ from tiers.catalog.orphans import Leftovers, remove_leftovers
 from tiers.catalog.retention import RetentionReason
 from tiers.catalog.scan import Superseded
 from tiers.catalog.usage import CHUNKS, OBJECTS, SIZE, tenant_of
-from tiers.sizes import approximate_size
+from tiers.sizes import approximate_size, format_duration
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

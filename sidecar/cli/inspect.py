@@ -19,8 +19,8 @@ import pyarrow as pa
 
 from sidecar.cli.console import Document, Options, load_config, show
 from sidecar.exits import Exit
-from sidecar.redaction import mask_url
 from tiers.kv.slot_image import inspect_image
+from tiers.redaction import mask_url
 from tiers.sizes import approximate_size
 from tiers.store.access import Access, provider_of
 
@@ -39,27 +39,23 @@ _DESCRIBED: Final = (
 
 def main(options: Options) -> Exit:
     """Inspect each file; the answer is a no if any of them is not intact."""
-    store = None if options.config is None else load_config(options.config).store
-    access, storage_options = (store.access, store.storage_options) if store else (Access(), {})
-    found = [inspect_file(place, access, storage_options) for place in options.places]
+    access = (None if options.config is None else load_config(options.config).store) or Access()
+    found = [inspect_file(place, access) for place in options.places]
     show(found, lambda documents: "\n".join(map(_text, documents)), as_json=options.json)
     return Exit.OK if all(document["intact"] for document in found) else Exit.NO
 
 
-def inspect_file(place: str, access: Access, storage_options: Mapping[str, object]) -> Document:
-    """What is known of one file; `reason` is None for an intact one.
-
-    `access` and `storage_options` are for URLs.
-    """
+def inspect_file(place: str, access: Access) -> Document:
+    """What is known of one file; `reason` is None for an intact one. `access` is for URLs."""
     document: Document = {"place": mask_url(place), "intact": False, "reason": None}
     columns: dict[str, str] = {}
     try:
         if provider_of(place) == "folder":
             image = _read_path(Path(place.split("://", 1)[-1]).expanduser())
         elif provider_of(place) in ("s3", "gcs", "azure"):
-            image = anyio.run(_read_object, place, access, storage_options)
+            image = anyio.run(_read_object, place, access)
         else:
-            image = _read_url(place, storage_options)
+            image = _read_url(place, access.storage_options)
     except ModuleNotFoundError:
         raise
     except Exception as error:
@@ -116,11 +112,11 @@ def _read_path(path: Path) -> bytes:
     return path.read_bytes()
 
 
-async def _read_object(url: str, access: Access, options: Mapping[str, object]) -> bytes:
+async def _read_object(url: str, access: Access) -> bytes:
     from tiers.store.object_tier import UrlObjects
 
     root, _, name = url.rpartition("/")
-    tier = UrlObjects(root, access, storage_options=options)
+    tier = UrlObjects(root, access)
     try:
         sizes = {one.name: one.size_bytes for one in await tier.list("", deep=False)}
         if name not in sizes:

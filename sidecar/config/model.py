@@ -1,43 +1,79 @@
 """The sidecar's settings as a whole: one YAML file, its defaults, its JSON schema.
 
-Owns `Config`, loading and showing it, and the schema that editors check a file against. Does not
-own the sections, which have a module each, nor reading YAML and wording errors (`yaml_file.py`).
+Owns `Config`, loading and showing it, errors that name file, line, path, value and remedy, and the
+schema that editors check a file against. Does not own the sections (`sections.py`, `store.py`).
 
-Invariants: a `Config` is valid, frozen and complete (every default filled in); sizes are bytes and
-durations are seconds; no secret is in a `repr`, in the result of `show` or in an error.
+Invariants:
+
+* A `Config` is valid, frozen and complete (every default filled in); sizes are bytes and durations
+  are seconds.
+* Only YAML's safe types are built; a key that is given twice is an error.
+* No secret is in a `repr`, in the result of `show` or in an error: no message has a password of a
+  URL, a value below a setting of `_OPAQUE`, or a value whose name is unknown.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
+import re
 import shlex
 import typing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, cast
 
 import yaml
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError
+from yaml.parser import ParserError
 
-from sidecar.config.host import (
+from sidecar.config.sections import (
     ChunkSettings,
     CopySettings,
+    EventsSettings,
     GpuSettings,
     HostSettings,
+    HttpSettings,
     IntegritySettings,
     LimitsSettings,
+    LogSettings,
+    RuntimeSettings,
+    TenantsSettings,
 )
-from sidecar.config.observability import EventsSettings, HttpSettings, LogSettings
-from sidecar.config.runtime import RuntimeSettings
 from sidecar.config.store import StoreSettings
-from sidecar.config.tenants import TenantsSettings
-from sidecar.config.types import Section
-from sidecar.config.yaml_file import ANY_NAME, ConfigError, FieldPath, Source, explain
+from tiers.redaction import mask_url
+from tiers.settings import Section
+from tiers.sizes import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-__all__ = ["Config", "ConfigError", "load", "loads", "schema", "show"]
+    from pydantic_core import ErrorDetails
+
+FieldPath: TypeAlias = tuple[str | int, ...]
+
+_REMOVED: Final[Mapping[FieldPath, str]] = {
+    ("runtime", "endpoint"): "jobs use the Unix socket only, TCP is not supported",
+    ("runtime", "curve_secret_key_file"): (
+        "jobs use the Unix socket only, which needs no key (the key for KV events is "
+        "events.curve_secret_key_file)"
+    ),
+    ("limits", "frames_queued_max"): (
+        "jobs use the Unix socket only, where messages wait in the client"
+    ),
+}
+"""Settings of earlier versions, and why they were removed."""
+_VARIABLE: Final = re.compile(
+    r"\$\$|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}|(?P<bad>\$\{)"
+)
+_KIB: Final = 1024
+_OPAQUE: Final = frozenset({"credentials", "storage_options", "salt", "token"})
+"""Settings whose values are in no message."""
+ANY_NAME: Final = "*"
+"""Stands in a path for the names that a mapping's owner chose."""
+_BOOLEANS: Final = "; YAML reads yes, no, on and off as booleans"
+_MERGE_TAG: Final = "tag:yaml.org,2002:merge"
+_TEXT_TAG: Final = "tag:yaml.org,2002:str"
 
 
 class Config(Section):
@@ -157,3 +193,175 @@ def _or_variable(value: dict[str, Any]) -> dict[str, Any]:
     about: dict[str, Any] = {key: value.pop(key) for key in texts if key in value}
     alternatives = value["anyOf"] if set(value) == {"anyOf"} else [value]
     return {**about, "anyOf": [*alternatives, {"type": "string", "pattern": r"\$\{"}]}
+
+
+class ConfigError(Exception):
+    """A configuration cannot be used. `problems` are sentences, one for each thing to fix."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = tuple(problems)
+
+
+class Source:
+    """A YAML file: the values of its settings, and their lines. `name` is what messages call it.
+
+    `${NAME}` and `${NAME:-default}` in its strings are expanded, and `$$` stands for one dollar
+    sign. Keys are not expanded.
+    """
+
+    def __init__(self, text: str, name: str, environment: Mapping[str, str]) -> None:
+        """Raises `ConfigError`: bad YAML, a key that is given twice, or an unset variable."""
+        self.name = name
+        self._environment = environment
+        self._lines: dict[FieldPath, int] = {}
+        self._problems: list[str] = []
+        value: object = {}
+        try:
+            loader = yaml.SafeLoader(text)
+            root = loader.get_single_node()
+            if root is not None:
+                self._lines[()] = root.start_mark.line + 1
+                self._visit(root, (), set())
+                value = loader.construct_document(root)
+        except yaml.MarkedYAMLError as error:
+            raise ConfigError([_yaml_problem(name, error)]) from error
+        except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:
+            # PyYAML lets errors of conversions through: ValueError for 2001-13-45, KeyError for
+            # !!bool.
+            raise ConfigError(
+                [f"{name}: not YAML: a value is not what it looks like ({error}); put it in quotes"]
+            ) from error
+        if not isinstance(value, dict):
+            self._problems = [
+                f"{self.where(())}: expected sections such as `host:`, not a bare value"
+            ]
+        if self._problems:
+            raise ConfigError(self._problems)
+        self.values = cast("dict[str, object]", value)
+
+    def where(self, path: FieldPath) -> str:
+        """`file:line` of the innermost part of `path` that the file has."""
+        lines = (self._lines.get(path[:end]) for end in range(len(path), -1, -1))
+        return f"{self.name}:{next(filter(None, lines), 1)}"
+
+    def _visit(self, node: yaml.Node, path: FieldPath, visited: set[int]) -> None:
+        """Note the lines of settings, and expand variables; once, where an anchor has aliases."""
+        if id(node) in visited:
+            return
+        visited.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            names: set[str] = set()
+            for key, value in node.value:
+                if key.tag == _MERGE_TAG:
+                    self._visit(value, path, visited)
+                    continue
+                key.tag, name = _TEXT_TAG, str(key.value)
+                inner = (*path, name)
+                self._lines[inner] = key.start_mark.line + 1
+                if name in names:
+                    problem = f"{self.where(inner)}: {dotted(inner)} is given twice"
+                    self._problems.append(f"{problem}; keep one of the two")
+                names.add(name)
+                self._visit(value, inner, visited)
+        elif isinstance(node, yaml.SequenceNode):
+            for index, item in enumerate(node.value):
+                inner = (*path, index)
+                self._lines[inner] = item.start_mark.line + 1
+                self._visit(item, inner, visited)
+        elif node.tag == _TEXT_TAG:
+            node.value = _VARIABLE.sub(lambda match: self._expanded(match, path), node.value)
+
+    def _expanded(self, match: re.Match[str], path: FieldPath) -> str:
+        if match[0] == "$$":
+            return "$"
+        if match["bad"]:
+            problem = (
+                "`${` starts no variable; write ${NAME} or ${NAME:-default}, or $$ for a dollar "
+                "sign"
+            )
+        else:
+            name, found = match["name"], self._environment.get(match["name"])
+            # As in a shell, `:-` also covers a variable that is set but empty.
+            if match["default"] is not None:
+                return found or match["default"]
+            if found is not None:
+                return found
+            problem = (
+                f"environment variable {name} is not set; set it, or write ${{{name}:-default}}"
+            )
+        self._problems.append(f"{self.where(path)}: {dotted(path)}: {problem}")
+        return ""
+
+
+def _yaml_problem(name: str, error: yaml.MarkedYAMLError) -> str:
+    mark = error.problem_mark or error.context_mark
+    where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark is not None else name
+    said = " ".join(part for part in (error.context, error.problem) if part)
+    hint = ""
+    if "\\t" in said:
+        hint = "; indent with spaces, not tabs"
+    elif "mapping values are not allowed" in said:
+        hint = "; put the value in quotes, or check the indentation"
+    elif isinstance(error, ParserError) and "${" in ((mark and mark.buffer) or ""):
+        hint = '; between braces, a variable needs quotes: "${NAME}"'
+    return f"{where}: not YAML: {said or error}{hint}"
+
+
+def dotted(path: FieldPath) -> str:
+    """A path as people write it: `store.storage_options.key`, `items[2]`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text or "(top level)"
+
+
+def explain(error: ErrorDetails, source: Source, names: Mapping[FieldPath, Sequence[str]]) -> str:
+    """One validation error as a sentence. `names` holds the valid keys of every section."""
+    path: FieldPath = tuple(error["loc"])
+    place = f"{source.where(path)}: {dotted(path)}"
+    if error["type"] == "extra_forbidden":
+        if path in _REMOVED:
+            return f"{place}: {_REMOVED[path]}; remove it"
+        parent = path[:-1]
+        valid = _valid(names, parent)
+        near = difflib.get_close_matches(str(path[-1]), valid, n=1, cutoff=0.5)
+        suggestion = f"did you mean `{near[0]}`? " if near else ""
+        section = f"`{dotted(parent)}`" if parent else "the top level"
+        return f"{place}: unknown setting; {suggestion}{section} takes {', '.join(valid)}"
+    if error["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        valid = _valid(names, path)
+        takes = f" ({', '.join(valid)})" if valid else ""
+        return f"{place}: expected indented settings{takes}, not a single value"
+    if error["type"] == "missing":
+        return f"{place}: must be given"
+    message = error["msg"].removeprefix("Value error, ")
+    value: object = error.get("input")
+    # A message of this project's own has the value in it. A mapping may have secrets in it.
+    plain = isinstance(value, str | int | float) and _OPAQUE.isdisjoint(path)
+    if error["type"] == "value_error" or not plain:
+        return f"{place}: {message}"
+    lowered = message[:1].lower() + message[1:]
+    return f"{place}={mask_url(repr(value))}: {lowered}{_hint(error, value)}"
+
+
+def _hint(error: ErrorDetails, value: object) -> str:
+    """What pydantic's own message leaves out."""
+    kind = error["type"]
+    if kind == "string_type" and isinstance(value, bool):
+        return f"{_BOOLEANS}: put the word in quotes"
+    if kind == "literal_error" and isinstance(value, bool):
+        return _BOOLEANS
+    if kind == "bool_type":
+        return "; write true or false"
+    if kind == "string_type" and isinstance(value, int | float):
+        return "; YAML reads it as a number: put it in quotes"
+    limits = error.get("ctx", {})
+    limit = limits.get("ge", limits.get("le"))
+    if isinstance(limit, int) and limit >= _KIB and not limit % _KIB:
+        return f" ({format_size(limit)})"
+    return ""
+
+
+def _valid(names: Mapping[FieldPath, Sequence[str]], path: FieldPath) -> list[str]:
+    return sorted(names.get(path, names.get((*path[:-1], ANY_NAME), ())))

@@ -11,7 +11,7 @@ import stat
 from typing import TYPE_CHECKING, Final
 
 from sidecar.errors import StartError
-from sidecar.redaction import conceal
+from tiers.redaction import conceal
 
 if TYPE_CHECKING:
     from pathlib import Path

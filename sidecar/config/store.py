@@ -1,7 +1,6 @@
 """The section `store`: the object store, how it is reached, what is written to it, and its limits.
 
-What a provider or a client supports is in `tiers/store/access.py`, which checks a configuration
-when it is read.
+How it is reached, and what a provider or a client supports, is in `tiers/store/access.py`.
 
 Invariant: no credential is in a `repr`, or in the output of `kvlake config show`.
 """
@@ -9,41 +8,14 @@ Invariant: no credential is in a `repr`, or in the output of `kvlake config show
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field, PlainSerializer, field_validator, model_validator
 
-from sidecar.config.types import (
-    Count,
-    Duration,
-    FilePath,
-    Flag,
-    HttpUrl,
-    Ratio,
-    ReadMode,
-    SecretText,
-    Section,
-    Size,
-    Text,
-    WriteMode,
-)
-from sidecar.config.units import format_duration
-from sidecar.redaction import mask_url, masked
-from tiers.store.access import (
-    CONNECT_SECONDS_DEFAULT,
-    READ_SECONDS_DEFAULT,
-    Access,
-    AccessError,
-    Credentials,
-    Encryption,
-    Folder,
-    Tls,
-    check,
-    chosen_backend,
-)
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from tiers.redaction import mask_url, masked
+from tiers.settings import Count, Duration, Flag, Ratio, ReadMode, Section, Size, WriteMode
+from tiers.sizes import format_duration
+from tiers.store.access import Access, AccessError, check, chosen_backend
 
 BEYOND_SHARE: Final = 0.5
 """Share of a limit that may be written beyond it, until older chunks are deleted."""
@@ -51,79 +23,6 @@ BEYOND_SHARE: Final = 0.5
 Price = Annotated[Ratio, Field(ge=0, le=1_000_000)]
 
 _URL: Final = re.compile(r"^[a-z][a-z0-9+.-]*://.*", re.DOTALL)
-
-
-class CredentialsSettings(Section):
-    """The identity of this sidecar at the store."""
-
-    kind: Literal["auto", "static", "profile", "role", "anonymous"] = "auto"
-    """`auto`: as the provider's own tools find them (environment, files, the machine's role)."""
-    access_key: SecretText = None
-    """S3, static: the access key's id."""
-    secret_key: SecretText = None
-    """S3, static: the secret."""
-    session_token: SecretText = None
-    """S3, static: the token of temporary keys."""
-    profile: Text | None = None
-    """S3, profile: its name in ~/.aws; for a role, the profile that assumes it."""
-    role_arn: Text | None = None
-    """S3, role: the role to assume."""
-    role_session_name: Text | None = None
-    """S3, role: name of the session in AWS's logs; default: kvlake."""
-    external_id: SecretText = None
-    """S3, role: the external id that its trust policy requires."""
-    web_identity_token_file: Text | None = None
-    """S3 or Azure, role: the file of a token that is exchanged for credentials (Kubernetes)."""
-    key_file: Text | None = None
-    """GCS, static: the JSON file of a service account's key."""
-    token: SecretText = None
-    """GCS, static: a bearer token, which is not renewed."""
-    account_key: SecretText = None
-    """Azure, static: a key of the storage account."""
-    sas_token: SecretText = None
-    """Azure, static: a shared access signature, without the question mark."""
-    tenant_id: Text | None = None
-    """Azure: the directory of client_id."""
-    client_id: Text | None = None
-    """Azure, static: a service principal; role: a managed or federated identity."""
-    client_secret: SecretText = None
-    """Azure, static: the service principal's secret."""
-
-
-class TlsSettings(Section):
-    """Verification of the store's certificate."""
-
-    ca_file: FilePath | None = None
-    """Certificate authorities (PEM) of the store."""
-    verify: Flag = True
-    """If disabled, traffic can be read and modified in transit: for tests only."""
-
-    @field_validator("ca_file")
-    @classmethod
-    def _exists(cls, value: Path | None) -> Path | None:
-        if value is not None and not value.is_file():
-            raise ValueError(f"{value} is no file; give the PEM file of the certificate authority")
-        return value
-
-
-class EncryptionSettings(Section):
-    """Server-side encryption of written objects (S3)."""
-
-    algorithm: Literal["AES256", "aws:kms", "aws:kms:dsse"] | None = None
-    """Default: that of the bucket."""
-    kms_key: Text | None = None
-    """Id, alias or ARN of the KMS key; default: AWS's own for S3."""
-
-
-class FolderSettings(Section):
-    """How a file:// folder is written and read."""
-
-    direct: Flag = True
-    """Bypass the page cache (O_DIRECT), for a fraction of the processor time."""
-    fsync: Flag = False
-    """Flush to disk before a write counts as done; if off, a power cut may lose the last ones."""
-    shared: Flag = False
-    """For sidecars of several users: modes by the umask, not 0600 and 0700."""
 
 
 class BreakerSettings(Section):
@@ -173,38 +72,11 @@ class PriceSettings(Section):
     """One GB written."""
 
 
-class StoreSettings(Section):
+class StoreSettings(Access):
     """The object store tier, shared by every sidecar with the same place."""
 
     url: Annotated[str, Field(repr=False), PlainSerializer(mask_url, when_used="json")]
     """Where chunks go: s3://bucket, gs://bucket, az://container, file:///directory."""
-    backend: Literal["auto", "fsspec", "obstore"] = "auto"
-    """Client: obstore if possible (s3://, gs://, az:// without storage_options), else fsspec."""
-    endpoint: HttpUrl | None = Field(default=None, repr=False)
-    """Address of the store, such as https://minio.example.com:9000; default: the provider's."""
-    addressing: Literal["auto", "path", "virtual"] = "auto"
-    """S3: the bucket in the path or in the host; auto: the path if `endpoint` is given."""
-    region: Text | None = None
-    """S3: the bucket's region; default: that of the environment or profile."""
-    account: Text | None = None
-    """Azure: the storage account."""
-    credentials: CredentialsSettings = Field(default_factory=CredentialsSettings)
-    tls: TlsSettings = Field(default_factory=TlsSettings)
-    proxy: HttpUrl | None = Field(default=None, repr=False)
-    """An HTTP proxy; default: that of the environment (HTTPS_PROXY)."""
-    connect_timeout: Duration = Field(default=CONNECT_SECONDS_DEFAULT, ge=0.01, le=600)
-    """Longest time to connect."""
-    read_timeout: Duration = Field(default=READ_SECONDS_DEFAULT, ge=0.01, le=3600)
-    """Longest silence of a connection while a response is due."""
-    encryption: EncryptionSettings = Field(default_factory=EncryptionSettings)
-    storage_class: Text | None = None
-    """Class (S3, GCS) or access tier (Azure) of written objects; default: the bucket's."""
-    folder: FolderSettings = Field(default_factory=FolderSettings)
-
-    storage_options: Annotated[dict[str, Any], PlainSerializer(masked, when_used="json")] = Field(
-        default_factory=dict, repr=False
-    )
-    """Passed to the fsspec client unchanged, for options that have no setting here."""
     prefix: str = ""
     """Path under `url` below which everything is kept."""
     write: WriteMode = "through"
@@ -257,12 +129,6 @@ class StoreSettings(Section):
             )
         return value
 
-    @field_validator("endpoint", "region", "account", "proxy", "storage_class", mode="before")
-    @classmethod
-    def _left_out(cls, value: object) -> object:
-        # So that `endpoint: ${KVLAKE_S3_ENDPOINT:-}` works with and without one.
-        return None if value == "" else value
-
     @field_validator("prefix")
     @classmethod
     def _relative(cls, value: str) -> str:
@@ -281,36 +147,16 @@ class StoreSettings(Section):
                 "deadline_seconds_max together); raise gc.grace"
             )
         try:
-            backend = chosen_backend(self.url, self.access, self.storage_options)
-            check(self.url, self.access, backend)
+            check(self.url, self, chosen_backend(self.url, self))
         except AccessError as error:
             raise ValueError(str(error)) from error
         return self
 
     def secrets(self) -> set[str]:
         """Every value that must not be shown."""
-        found = {str(value) for value in self.access.credentials.secrets().values()}
-        masked([self.url, self.endpoint, self.proxy, self.storage_options], found)
+        found = super().secrets()
+        masked(self.url, found)
         return found
-
-    @property
-    def access(self) -> Access:
-        """How the store is reached, in the form of the tiers."""
-        return Access(
-            backend=self.backend,
-            endpoint=self.endpoint,
-            addressing=self.addressing,
-            region=self.region,
-            account=self.account,
-            credentials=Credentials(**self.credentials.model_dump()),
-            tls=Tls(str(self.tls.ca_file or "") or None, self.tls.verify),
-            proxy=self.proxy,
-            connect_seconds_max=self.connect_timeout,
-            read_seconds_max=self.read_timeout,
-            encryption=Encryption(**self.encryption.model_dump()),
-            storage_class=self.storage_class,
-            folder=Folder(**self.folder.model_dump()),
-        )
 
     @property
     def capped(self) -> bool:

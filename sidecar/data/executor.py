@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from sidecar.catalog.service import Catalogs
-    from sidecar.config.host import LimitsSettings
+    from sidecar.config.sections import LimitsSettings
     from sidecar.data.copies import Copies
     from sidecar.protocol import ServerMessage
     from sidecar.sessions.namespaces import RealmLayout, Realms

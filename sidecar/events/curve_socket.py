@@ -2,7 +2,7 @@
 
 Owns the socket, its limits, binding it, the answers to libzmq's authentication requests (ZAP, RFC
 27), and receiving from libzmq's sockets on the event loop (`ZmqReader`). Does not own keys, which
-are in the configuration (`config/observability.py`), what is sent, nor Unix sockets (`sockets.py`).
+are in the configuration (`config/sections.py`), what is sent, nor Unix sockets (`sockets.py`).
 
 Invariants: without an admitted key no peer gets past the handshake, whose frames have
 `REQUEST_BYTES_MAX` at most; nothing here waits. libzmq buffers all frames of a message of an
@@ -25,7 +25,7 @@ from sidecar.transport.zmtp_server import Sent
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
-    from sidecar.config.observability import EventsSettings
+    from sidecar.config.sections import EventsSettings
 
     SendFrames = Callable[[Sequence[bytes]], Sent]
     """Queues one message for a peer."""

@@ -43,7 +43,7 @@ from sidecar.logs import fields
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from sidecar.config.observability import EventsSettings
+    from sidecar.config.sections import EventsSettings
     from sidecar.core.directory import Chunk, Directory, FlagChange
     from sidecar.core.directory import Realm as Held
     from sidecar.core.stored_table import Keys

@@ -12,7 +12,7 @@ not own connections, reading and sending (`transport/zmtp_server.py`), sockets o
 
 Invariants: publishing never waits, and a batch that a slow subscriber cannot take is dropped for it
 alone, and counted; one request is answered at a time, for `ANSWER_SECONDS_MAX` at most, and beyond
-`REQUESTS_WAITING_MAX` requests are dropped and counted. A Unix socket has `PEERS_MAX` connections
+`REQUESTS_WAITING_MAX` requests are dropped and counted. A Unix socket has `peers_max` connections
 at most, each with `SUBSCRIPTIONS_MAX` subscriptions at most, of `REQUEST_BYTES_MAX` each.
 """
 
@@ -29,23 +29,20 @@ import anyio.lowlevel
 
 from sidecar.events.curve_socket import REQUEST_BYTES_MAX, CurveSocket
 from sidecar.events.records import END_OF_REPLAY, SEQUENCE_BYTES, number_frame
-from sidecar.transport import zmtp
-from sidecar.transport.zmtp_server import Sent, ZmtpPeer, ZmtpServer
+from sidecar.transport.zmtp_server import MORE, Sent, ZmtpPeer, ZmtpServer, framed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from sidecar.config.observability import EventsSettings
+    from sidecar.config.sections import EventsSettings
     from sidecar.events.curve_socket import Received, SendFrames
 
 REQUESTS_WAITING_MAX: Final = 64
 ANSWER_SECONDS_MAX: Final = 30.0
 ANSWERS_QUEUED_MAX: Final = 256
 FULL_POLL_SECONDS: Final = 0.005
-PEERS_MAX: Final = 256
 SUBSCRIPTIONS_MAX: Final = 64
-RECEIVE_BYTES_MAX: Final = 4096
 REQUEST_PARTS: Final = 2
 """Parts of a request: an empty one, and what is asked for. A subscription has one."""
 MODE: Final = 0o600
@@ -62,6 +59,12 @@ class UnixSocket(ZmtpServer):
         broke: receives an error of the socket itself.
     """
 
+    peers_max = 256
+    frame_bytes_max = REQUEST_BYTES_MAX
+    parts_max = REQUEST_PARTS
+    receive_bytes_max = 4096
+    heartbeats = True
+
     def __init__(
         self,
         path: Path,
@@ -76,12 +79,7 @@ class UnixSocket(ZmtpServer):
             mode=MODE,
             # Events contain prompts, which the users of runtime.allow_uids must not read.
             uids=(os.geteuid(), 0),
-            peers_max=PEERS_MAX,
             queued_max=queued_max,
-            frame_bytes_max=REQUEST_BYTES_MAX,
-            parts_max=REQUEST_PARTS,
-            receive_bytes_max=RECEIVE_BYTES_MAX,
-            heartbeats=True,
         )
         self._received = received
         self._topics: dict[ZmtpPeer, list[bytes]] = {}
@@ -221,5 +219,5 @@ async def _send_when_room(send: SendFrames, frames: Sequence[bytes]) -> bool:
 
 def _message_of(frames: Sequence[bytes]) -> bytes:
     *before, last = frames
-    parts = [zmtp.framed(frame, zmtp.MORE) for frame in before]
-    return b"".join((*parts, zmtp.framed(last)))
+    parts = [framed(frame, MORE) for frame in before]
+    return b"".join((*parts, framed(last)))

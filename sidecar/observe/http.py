@@ -31,12 +31,12 @@ from sidecar.errors import StartError
 from sidecar.observe.host_contents import HostContents, QueryError, parse_query
 from sidecar.observe.metrics import SidecarMetrics
 from sidecar.observe.status import SidecarStatus
-from sidecar.redaction import redacted
+from tiers.redaction import redacted
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from sidecar.config.observability import HttpSettings
+    from sidecar.config.sections import HttpSettings
     from sidecar.service.dispatcher import Dispatcher
     from sidecar.service.watchdog import Watchdog
 

@@ -29,7 +29,7 @@ from tiers.pool.lock import is_locked, require_creatable, try_lock
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from sidecar.config.runtime import RuntimeSettings
+    from sidecar.config.sections import RuntimeSettings
 
 MODE_OWN: Final = 0o700
 MODE_PASSABLE: Final = 0o711

@@ -43,14 +43,14 @@ def open_store(settings: StoreSettings, wrap_store: WrapStore | None = None) -> 
     """
     url = f"{settings.url.rstrip('/')}/{settings.prefix}" if settings.prefix else settings.url
     try:
-        objects = UrlObjects(url, settings.access, storage_options=settings.storage_options)
+        objects = UrlObjects(url, settings)
     except TierError as error:
         raise StartError(f"store: {error}") from error
     tier: ObjectTier = objects if wrap_store is None else wrap_store(objects)
     tier = billed = Billed(tier)
     together = DELETED_TOGETHER_MAX
     if (rate := settings.requests_per_second_max) is not None:
-        step = names_per_removal(url, settings.access, settings.storage_options)
+        step = names_per_removal(url, settings)
         tier = RateLimited(tier, requests_per_second_max=rate, names_per_removal=step)
         # Others take turns in between, and a removal that waits for all of its own has a deadline.
         requests = int(rate * settings.deadline_seconds_max * REMOVAL_TURNS_SHARE)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from concurrent.futures import Future
 
-    from sidecar.config.host import GpuSettings
+    from sidecar.config.sections import GpuSettings
     from sidecar.protocol import Memory
     from tiers.kv.copy import Bytes, Region
     from tiers.kv.layout import KVLayout

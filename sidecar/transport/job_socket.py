@@ -9,12 +9,10 @@ session of its user, which no other connection holds.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Final
 
 from sidecar.protocol import FRAME_BYTES_MAX
-from sidecar.transport import zmtp
-from sidecar.transport.zmtp_server import Sent, ZmtpPeer, ZmtpServer
+from sidecar.transport.zmtp_server import Sent, ZmtpError, ZmtpPeer, ZmtpServer, framed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
 CUT_BYTES_MAX: Final = 2 * FRAME_BYTES_MAX
 """A longer frame ends its connection. A frame between FRAME_BYTES_MAX and this is answered with an
 error."""
-RECEIVE_BYTES_MAX: Final = 256 * 1024
 
 
 class JobSocket(ZmtpServer):
@@ -36,6 +33,9 @@ class JobSocket(ZmtpServer):
         refused: called with an identity that is no session's.
         broke: receives an error of the socket itself.
     """
+
+    frame_bytes_max = CUT_BYTES_MAX
+    receive_bytes_max = 256 * 1024
 
     def __init__(
         self,
@@ -50,17 +50,7 @@ class JobSocket(ZmtpServer):
         replies_queued_max: int,
     ) -> None:
         super().__init__(
-            path,
-            b"ROUTER",
-            broke,
-            mode=mode,
-            uids=uids,
-            peers_max=math.inf,
-            queued_max=replies_queued_max,
-            frame_bytes_max=CUT_BYTES_MAX,
-            parts_max=1,
-            receive_bytes_max=RECEIVE_BYTES_MAX,
-            heartbeats=False,
+            path, b"ROUTER", broke, mode=mode, uids=uids, queued_max=replies_queued_max
         )
         self._received = received
         self._admitted = admitted
@@ -75,13 +65,13 @@ class JobSocket(ZmtpServer):
     def send(self, token: bytes, payload: bytes) -> Sent:
         """Queue one message for a session."""
         peer = self._by_token.get(token)
-        return Sent.GONE if peer is None else self._queue(peer, zmtp.framed(payload))
+        return Sent.GONE if peer is None else self._queue(peer, framed(payload))
 
     def _identified(self, peer: ZmtpPeer) -> None:
         token = peer.identity
         if not self._admitted(token, peer.uid) or token in self._by_token:
             self._refused(token)
-            raise zmtp.ZmtpError
+            raise ZmtpError
         self._by_token[token] = peer
 
     def _message(self, peer: ZmtpPeer, parts: list[bytes]) -> None:

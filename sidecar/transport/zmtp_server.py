@@ -1,8 +1,10 @@
 """A Unix socket that ZMQ sockets connect to: ZMTP, read frame by frame.
 
-Owns connections: their handshake, reading, and sending. Does not own accepting them
-(`unix_listener.py`), framing (`zmtp.py`), nor what messages mean: subclasses do (`job_socket.py`,
-`events/sockets.py`).
+Owns connections: their handshake, reading, and sending, with the part of ZMTP 3.0 and its NULL
+mechanism that this needs (https://rfc.zeromq.org/spec/23). Does not own accepting connections
+(`unix_listener.py`), nor what messages mean: subclasses do (`job_socket.py`,
+`events/sockets.py`). libzmq's own sockets are not used because they buffer every part of a
+message until the last one, without a limit (ADR 0034).
 
 Invariants:
 
@@ -19,13 +21,14 @@ import abc
 import asyncio
 import contextlib
 import enum
+import math
 import socket
+import struct
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
-from sidecar.transport import zmtp
 from sidecar.transport.unix_listener import UnixListener
 
 if TYPE_CHECKING:
@@ -41,6 +44,19 @@ HANDSHAKES_MAX: Final = 64
 """Connections that have not sent a READY yet. Beyond it the oldest is closed."""
 FRAMES_PER_TURN_MAX: Final = 32
 READY_BYTES_MAX: Final = 1024
+
+MORE, LONG, COMMAND = 1, 2, 4
+"""Flags of a frame."""
+GREETING_BYTES: Final = 64
+_MECHANISM: Final = slice(12, 32)
+_NULL: Final = b"NULL".ljust(20, b"\0")
+_GREETING: Final = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + _NULL + bytes(32)
+_READY: Final = b"\x05READY"
+_PING: Final = b"\x04PING"
+
+
+class ZmtpError(Exception):
+    """The received bytes violate the protocol; the connection ends."""
 
 
 class Sent(enum.Enum):
@@ -77,14 +93,19 @@ class ZmtpServer(abc.ABC):
         socket_type: ZMQ type that peers are told, such as `PUB`.
         broke: receives an error of the server itself.
         uids: users who may connect.
-        peers_max: connections of them; more are closed at once.
         queued_max: messages queued for one peer.
-        frame_bytes_max: a longer frame ends its connection.
-        parts_max: parts of a message that are kept; a longer message is received as no parts.
-        receive_bytes_max: bytes read at a time.
-        heartbeats: answer PING, and ignore other commands after the READY. Otherwise they end the
-            connection.
     """
+
+    peers_max: ClassVar[float] = math.inf
+    """Connections; more are closed at once."""
+    frame_bytes_max: ClassVar[int]
+    """A longer frame ends its connection."""
+    parts_max: ClassVar[int] = 1
+    """Parts of a message that are kept; a longer message is received as no parts."""
+    receive_bytes_max: ClassVar[int]
+    """Bytes read at a time."""
+    heartbeats: ClassVar[bool] = False
+    """Answer PING, and ignore other commands after the READY. Otherwise they end the connection."""
 
     def __init__(
         self,
@@ -94,25 +115,15 @@ class ZmtpServer(abc.ABC):
         *,
         mode: int,
         uids: Iterable[int],
-        peers_max: float,
         queued_max: int,
-        frame_bytes_max: int,
-        parts_max: int,
-        receive_bytes_max: int,
-        heartbeats: bool,
     ) -> None:
         self.endpoint = f"ipc://{path}"
         self.users_refused = 0
         """Connections of other users, closed before they were read."""
-        self._hello = zmtp.hello(socket_type)
+        self._hello = hello(socket_type)
         self._broke = broke
         self._uids = frozenset(uids)
-        self._peers_max = peers_max
         self._queued_max = queued_max
-        self._frame_bytes_max = frame_bytes_max
-        self._parts_max = parts_max
-        self._receive_bytes_max = receive_bytes_max
-        self._heartbeats = heartbeats
         self._loop = asyncio.get_running_loop()
         self._peers: dict[ZmtpPeer, None] = {}
         self._handshaking: dict[ZmtpPeer, asyncio.TimerHandle] = {}
@@ -144,8 +155,6 @@ class ZmtpServer(abc.ABC):
                     peer.sock.sendall(peer.outbox.popleft())
             self._close(peer)
 
-    # --- connections -----------------------------------------------------------------------
-
     def _guarded(self, work: Callable[..., None], *args: object) -> None:
         try:
             work(*args)
@@ -155,7 +164,7 @@ class ZmtpServer(abc.ABC):
     def _accepted(self, sock: socket.socket, by: Peer) -> None:
         served = by.uid in self._uids
         self.users_refused += not served
-        if not served or len(self._peers) >= self._peers_max:
+        if not served or len(self._peers) >= self.peers_max:
             sock.close()
             return
         if len(self._handshaking) >= HANDSHAKES_MAX:
@@ -183,8 +192,6 @@ class ZmtpServer(abc.ABC):
         if (deadline := self._handshaking.pop(peer, None)) is not None:
             deadline.cancel()
 
-    # --- sending ---------------------------------------------------------------------------
-
     def _queue(self, peer: ZmtpPeer, message: bytes) -> Sent:
         if len(peer.outbox) >= self._queued_max:
             return Sent.FULL
@@ -209,8 +216,6 @@ class ZmtpServer(abc.ABC):
             self._close(peer)
         else:
             self._loop.remove_writer(peer.sock)
-
-    # --- reading ---------------------------------------------------------------------------
 
     def _due(self, peer: ZmtpPeer) -> None:
         self._readable[peer] = None
@@ -238,13 +243,13 @@ class ZmtpServer(abc.ABC):
         try:
             if not self._take(peer):
                 return True
-            data = peer.sock.recv(self._receive_bytes_max)
+            data = peer.sock.recv(self.receive_bytes_max)
             if data:
                 peer.inbox += data
                 return not self._take(peer)
         except BlockingIOError:
             return False
-        except (OSError, zmtp.ZmtpError):
+        except (OSError, ZmtpError):
             pass
         self._close(peer)
         return False
@@ -254,14 +259,14 @@ class ZmtpServer(abc.ABC):
         at = 0
         try:
             if not peer.greeted:
-                if len(peer.inbox) < zmtp.GREETING_BYTES:
+                if len(peer.inbox) < GREETING_BYTES:
                     return True
-                zmtp.check_greeting(bytes(peer.inbox[: zmtp.GREETING_BYTES]))
-                peer.greeted, at = True, zmtp.GREETING_BYTES
+                check_greeting(bytes(peer.inbox[:GREETING_BYTES]))
+                peer.greeted, at = True, GREETING_BYTES
             for _ in range(FRAMES_PER_TURN_MAX):
                 greets = peer in self._handshaking
-                bytes_max = READY_BYTES_MAX if greets else self._frame_bytes_max
-                frame = zmtp.frame_at(peer.inbox, at, bytes_max)
+                bytes_max = READY_BYTES_MAX if greets else self.frame_bytes_max
+                frame = frame_at(peer.inbox, at, bytes_max)
                 if frame is None:
                     return True
                 flags, first, at = frame
@@ -276,22 +281,90 @@ class ZmtpServer(abc.ABC):
 
     def _frame(self, peer: ZmtpPeer, flags: int, payload: bytes) -> None:
         if peer in self._handshaking:
-            if not flags & zmtp.COMMAND:
-                raise zmtp.ZmtpError
-            peer.identity = zmtp.identity_in(payload)
+            if not flags & COMMAND:
+                raise ZmtpError
+            peer.identity = identity_in(payload)
             self._identified(peer)
             self._end_handshake(peer)
-        elif flags & zmtp.COMMAND:
-            if not self._heartbeats:
-                raise zmtp.ZmtpError
-            if (pong := zmtp.pong_to(payload)) is not None:
+        elif flags & COMMAND:
+            if not self.heartbeats:
+                raise ZmtpError
+            if (pong := pong_to(payload)) is not None:
                 self._queue(peer, pong)
         else:
-            more = flags & zmtp.MORE
+            more = flags & MORE
             peer.num_parts += 1
-            if peer.num_parts + more <= self._parts_max:
+            if peer.num_parts + more <= self.parts_max:
                 peer.parts.append(payload)
             if not more:
-                parts = peer.parts if peer.num_parts <= self._parts_max else []
+                parts = peer.parts if peer.num_parts <= self.parts_max else []
                 peer.num_parts, peer.parts = 0, []
                 self._message(peer, parts)
+
+
+def framed(payload: bytes, flags: int = 0) -> bytes:
+    """One frame."""
+    if len(payload) > 255:
+        return struct.pack(">BQ", flags | LONG, len(payload)) + payload
+    return bytes([flags, len(payload)]) + payload
+
+
+def hello(socket_type: bytes) -> bytes:
+    """Greeting and READY of this side."""
+    properties = (
+        bytes([len(name)]) + name + struct.pack(">I", len(value)) + value
+        for name, value in ((b"Socket-Type", socket_type), (b"Identity", b""))
+    )
+    return _GREETING + framed(_READY + b"".join(properties), COMMAND)
+
+
+def pong_to(command: bytes) -> bytes | None:
+    """The answer to a heartbeat; None to any other command."""
+    if not command.startswith(_PING):
+        return None
+    # Behind its name a PING has 2 bytes of a time to live, then a context of at most 16.
+    context = command[len(_PING) + 2 :][:16]
+    return framed(b"\x04PONG" + context, COMMAND)
+
+
+def check_greeting(greeting: bytes) -> None:
+    """Raise `ZmtpError` unless these 64 bytes greet in this protocol."""
+    if greeting[0] != 0xFF or greeting[10] < 3 or greeting[_MECHANISM] != _NULL:
+        raise ZmtpError
+
+
+def frame_at(inbox: bytearray, at: int, bytes_max: int) -> tuple[int, int, int] | None:
+    """Flags, begin and end of the frame at `at`; None while it is not all there.
+
+    Raises `ZmtpError` for one of more than `bytes_max`.
+    """
+    if len(inbox) < at + 2:
+        return None
+    flags = inbox[at]
+    first = at + (9 if flags & LONG else 2)
+    if len(inbox) < first:
+        return None
+    size = int.from_bytes(inbox[at + 1 : first], "big")
+    if size > bytes_max:
+        raise ZmtpError
+    return (flags, first, first + size) if len(inbox) >= first + size else None
+
+
+def identity_in(ready: bytes) -> bytes:
+    """The routing id in a READY command. Raises `ZmtpError` where it is none."""
+    if not ready.startswith(_READY):
+        raise ZmtpError
+    at = len(_READY)
+    while at < len(ready):
+        name = ready[at + 1 : at + 1 + ready[at]]
+        at += 1 + len(name)
+        if len(ready) < at + 4:
+            raise ZmtpError
+        size = int.from_bytes(ready[at : at + 4], "big")
+        at += 4
+        if len(ready) < at + size:
+            raise ZmtpError
+        if name.lower() == b"identity":
+            return ready[at : at + size]
+        at += size
+    return b""

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from sidecar.config.model import Config, ConfigError, load, loads, schema, show
-from sidecar.config.runtime import RuntimeSettings
+from sidecar.config.sections import RuntimeSettings
 from sidecar.config.store import StoreSettings
 from tests import places
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sidecar.config.host import LimitsSettings
+from sidecar.config.sections import LimitsSettings
 from sidecar.config.store import StoreSettings
 from sidecar.exits import Exit
 from sidecar.protocol import LoadChunk, LoadJob, Outcome, StoreJob

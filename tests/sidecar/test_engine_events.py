@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import zmq
 
-from sidecar.config.observability import EventsSettings
+from sidecar.config.sections import EventsSettings
 from sidecar.core.directory import Directory
 from sidecar.events import records as kvevents
 from sidecar.events.engine_mirror import EngineBlocks, event_of_block

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import zmq
 
-from sidecar.config.observability import EventsSettings
+from sidecar.config.sections import EventsSettings
 from sidecar.events import records as kvevents
 from sidecar.events.publisher import History
 from sidecar.events.records import SNAPSHOT, name_of, number_frame

@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from sidecar.catalog.service import Catalogs
-from sidecar.config.host import LimitsSettings
+from sidecar.config.sections import LimitsSettings
 from sidecar.config.store import StoreSettings
 from sidecar.core.commands import (
     Copied,

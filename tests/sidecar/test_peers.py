@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from sidecar.config.model import ConfigError, loads
-from sidecar.config.runtime import RuntimeSettings
+from sidecar.config.sections import RuntimeSettings
 from sidecar.errors import StartError
 from sidecar.protocol import Outcome
 from sidecar.service.runtime_dir import RuntimeDirectory

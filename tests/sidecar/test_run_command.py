@@ -21,7 +21,7 @@ from sidecar.cli.run import run, serve_command
 from sidecar.cli.run.engine_command import misfit, transfer_config, with_connector, with_events
 from sidecar.cli.run.supervised import DRAIN_GRACE_SECONDS
 from sidecar.config.model import Config, loads
-from sidecar.config.observability import EventsSettings
+from sidecar.config.sections import EventsSettings
 from sidecar.exits import LEAVE_SECONDS_MAX
 
 SOCKET = "/run/kvlake/a/attach.sock"

@@ -17,9 +17,9 @@ import pytest
 import yaml
 
 from sidecar.config.model import loads
-from sidecar.redaction import Redactor
 from tests import places
 from tests.sidecar.client import Worker, key_of
+from tiers.redaction import Redactor
 
 PLANTED = {
     "PLANT_KEY": "plantedAccessKey01",
@@ -38,16 +38,15 @@ WORDS = ("planted", "Secret+Key", "Secret%2BKey", "Pass:04", "Pass%3A04")
 
 # A store whose errors repeat all that it was given, as some libraries' do.
 SPILL = """
-    import dataclasses
     import sys
     from sidecar.cli import main
     from tests import places
     from tiers.errors import TierUnavailable
     from tiers.store.object_tier import UrlObjects
 
-    def spilling(url, access, *, storage_options, **more):
-        tier = UrlObjects("file://" + sys.argv[2] + "/bucket", **more)
-        told = f"401 for {url} with {storage_options!r} {dataclasses.asdict(access)!r}"
+    def spilling(url, access):
+        tier = UrlObjects("file://" + sys.argv[2] + "/bucket")
+        told = f"401 for {url} with {access.model_dump()!r}"
         async def fail(*a, **k):
             raise TierUnavailable(told, retryable=False)
         for verb in ("probe", "write", "read", "list", "delete"):

@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.config.units import (
+from tiers.sizes import (
+    approximate_size,
     format_duration,
     format_size,
     parse_duration,
     parse_size,
 )
-from tiers.sizes import approximate_size
 
 
 @pytest.mark.parametrize(

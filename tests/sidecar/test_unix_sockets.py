@@ -130,7 +130,7 @@ def test_subscriptions_of_one_peer_are_bounded(
 def test_connections_are_bounded_and_the_silent_ones_end(
     short_directory: Any, monkeypatch: pytest.MonkeyPatch, which: str
 ) -> None:
-    places.patch(monkeypatch, "PEERS_MAX", 4)
+    places.patch(monkeypatch, "UnixSocket.peers_max", 4)
     places.patch(monkeypatch, "HANDSHAKE_SECONDS_MAX", 1.0)
     with RunningSidecar(with_events(short_directory)) as sidecar:
         before = open_fds()

@@ -10,6 +10,7 @@ import pytest
 
 from tests.faulty_proxy import FaultyProxy, faulty_proxy
 from tests.object_servers import place
+from tiers.store.access import Access
 from tiers.store.object_tier import UrlObjects
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ async def proxy(seaweed: S3Server) -> AsyncGenerator[FaultyProxy]:
 
 @pytest.fixture
 async def behind_proxy(seaweed: S3Server, proxy: FaultyProxy) -> AsyncGenerator[UrlObjects]:
-    tier = UrlObjects(place(seaweed), storage_options=seaweed.options_at(proxy.endpoint))
+    tier = UrlObjects(place(seaweed), Access(storage_options=seaweed.options_at(proxy.endpoint)))
     yield tier
     await tier.close()
 

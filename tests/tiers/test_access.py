@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,29 +59,29 @@ def test_the_scheme_names_the_provider(url: str, provider: str) -> None:
 def test_obstore_serves_what_it_can(
     url: str, choice: Any, options: dict[str, object], backend: str
 ) -> None:
-    assert chosen_backend(url, Access(backend=choice), options) == backend
+    assert chosen_backend(url, Access(backend=choice, storage_options=options)) == backend
 
 
 def test_without_obstore_auto_means_fsspec(monkeypatch: pytest.MonkeyPatch) -> None:
     places.patch(monkeypatch, "installed", lambda name: name != "obstore")
-    assert chosen_backend("s3://b", Access(), {}) == "fsspec"
+    assert chosen_backend("s3://b", Access()) == "fsspec"
     with pytest.raises(AccessError, match=r"obstore is not installed.*\.\[s3\]"):
-        chosen_backend("s3://b", Access(backend="obstore"), {})
+        chosen_backend("s3://b", Access(backend="obstore"))
 
 
 @pytest.mark.parametrize(
-    ("url", "access", "options", "words"),
+    ("url", "options", "words"),
     [
-        ("s3://b", Access(backend="obstore"), {"key": "hunter2"}, "store.backend: fsspec"),
-        ("file:///x", Access(backend="obstore"), {}, "write store.backend: fsspec"),
-        ("memory://", Access(backend="obstore"), {}, "write store.backend: fsspec"),
+        ("s3://b", {"key": "hunter2"}, "store.backend: fsspec"),
+        ("file:///x", {}, "write store.backend: fsspec"),
+        ("memory://", {}, "write store.backend: fsspec"),
     ],
 )
 def test_what_obstore_cannot_do_names_fsspec(
-    url: str, access: Access, options: dict[str, object], words: str
+    url: str, options: dict[str, object], words: str
 ) -> None:
     with pytest.raises(AccessError, match=words) as info:
-        chosen_backend(url, access, options)
+        chosen_backend(url, Access(backend="obstore", storage_options=options))
     assert "hunter2" not in str(info.value)
     assert not info.value.retryable
 
@@ -122,7 +123,13 @@ def credentials(kind: Any, **fields: str) -> Access:
             credentials("role", tenant_id="t", client_id="c", web_identity_token_file="/t"),
         ),
         ("file:///x", Access(folder=Folder(direct=False, fsync=True))),
-        ("s3://b", Access(encryption=Encryption("aws:kms", "key"), storage_class="STANDARD_IA")),
+        (
+            "s3://b",
+            Access(
+                encryption=Encryption(algorithm="aws:kms", kms_key="key"),
+                storage_class="STANDARD_IA",
+            ),
+        ),
     ],
 )
 def test_valid_settings_pass(url: str, access: Access) -> None:
@@ -148,15 +155,15 @@ def test_valid_settings_pass(url: str, access: Access) -> None:
         ("s3://b", Access(account="a"), r"store\.account: only Azure"),
         ("gs://b", Access(region="r"), r"store\.region"),
         ("gs://b", Access(addressing="path"), r"store\.addressing"),
-        ("gs://b", Access(encryption=Encryption("AES256")), r"store\.encryption"),
-        ("s3://b", Access(encryption=Encryption("AES256", "k")), "kms_key"),
-        ("s3://b", Access(encryption=Encryption(None, "k")), "kms_key"),
+        ("gs://b", Access(encryption=Encryption(algorithm="AES256")), r"store\.encryption"),
+        ("s3://b", Access(encryption=Encryption(algorithm="AES256", kms_key="k")), "kms_key"),
+        ("s3://b", Access(encryption=Encryption(kms_key="k")), "kms_key"),
         ("s3://b", Access(storage_class="DEEP_ARCHIVE"), "restored for hours"),
         ("abfs://c@a.x", Access(storage_class="Archive"), "restored for hours"),
         ("abfs://c@a.x", Access(storage_class="COOL"), "Hot, Cool, Cold"),
-        ("s3://b", Access(tls=Tls("/ca", verify=False)), r"store\.tls"),
+        ("s3://b", Access(tls=Tls(ca_file=Path(__file__), verify=False)), r"store\.tls"),
         ("file:///x", Access(endpoint="http://h"), r"store\.endpoint.*leave it out for a folder"),
-        ("file:///x", Access(read_seconds_max=1.0), r"store\.read_timeout"),
+        ("file:///x", Access(read_timeout=1.0), r"store\.read_timeout"),
         ("memory://", Access(proxy="http://me:hunter2@h"), r"store\.proxy.*storage_options"),
         ("memory://", credentials("anonymous"), r"store\.credentials"),
     ],
@@ -174,7 +181,13 @@ def test_a_profile_needs_the_package_that_reads_it(monkeypatch: pytest.MonkeyPat
 
 
 def test_secrets_are_not_in_a_repr() -> None:
-    shown = repr(Access(credentials=Credentials("static", "AKIA", "hunter2", "token-value")))
+    shown = repr(
+        Access(
+            credentials=Credentials(
+                kind="static", access_key="AKIA", secret_key="hunter2", session_token="token-value"
+            )
+        )
+    )
     assert not any(word in shown for word in ("AKIA", "hunter2", "token-value"))
 
 

@@ -7,7 +7,6 @@ Every test runs once for each client. What a client cannot do is refused by name
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import socket
 import ssl
 from pathlib import Path
@@ -65,6 +64,11 @@ async def tier_of(url: str, access: Access) -> AsyncGenerator[UrlObjects]:
         await tier.close()
 
 
+def replaced(access: Access, **settings: object) -> Access:
+    """A copy with other settings, which are checked."""
+    return Access.model_validate({**dict(access), **settings})
+
+
 async def written(url: str, access: Access, watch: FaultyProxy) -> Exchange:
     """Write one object and read it back; the request that wrote it."""
     image, into = image_of(5000), slot()
@@ -112,7 +116,7 @@ async def test_clients_never_retry_by_themselves(server: Server, backend: Backen
 async def test_a_silent_server_meets_the_read_timeout(server: Server, backend: Backend) -> None:
     async with faulty_proxy(server.endpoint) as watch:
         access = server.access_at(watch.endpoint, backend)
-        hasty = dataclasses.replace(access, read_seconds_max=0.2)
+        hasty = replaced(access, read_timeout=0.2)
         await watch.become(Fault.STALL)
         async with tier_of(place(server), hasty) as tier:
             for call in (lambda: tier.write(NAME, image_of(10)), lambda: tier.read(NAME, slot())):
@@ -141,7 +145,7 @@ async def test_a_server_that_does_not_accept_meets_the_connect_timeout(
     server: Server, backend: Backend, unaccepting: str
 ) -> None:
     access = server.access_at(unaccepting, backend)
-    hasty = dataclasses.replace(access, connect_seconds_max=0.2)
+    hasty = replaced(access, connect_timeout=0.2)
     async with tier_of(place(server), hasty) as tier:
         with pytest.raises(TierUnavailable, match="no answer in time") as info:
             await tier.read(NAME, slot())
@@ -175,7 +179,7 @@ async def test_a_custom_authority_is_trusted(
 ) -> None:
     async with faulty_proxy(server.endpoint, tls) as watch:
         access = server.access_at(watch.endpoint, backend)
-        trusting = dataclasses.replace(access, tls=Tls(ca_file))
+        trusting = replaced(access, tls=Tls(ca_file=Path(ca_file)))
         await written(place(server), trusting, watch)
 
 
@@ -189,13 +193,13 @@ async def test_an_unknown_authority_is_refused_unless_told_otherwise(
                 await tier.read(NAME, slot())
         assert not info.value.retryable
         assert watch.exchanges == []
-        careless = dataclasses.replace(access, tls=Tls(verify=False))
+        careless = replaced(access, tls=Tls(verify=False))
         await written(place(server), careless, watch)
 
 
 async def test_requests_go_through_the_proxy(server: Server, backend: Backend) -> None:
     async with faulty_proxy(server.endpoint) as watch:
-        access = dataclasses.replace(server.access_at(backend=backend), proxy=watch.endpoint)
+        access = replaced(server.access_at(backend=backend), proxy=watch.endpoint)
         put = await written(place(server), access, watch)
         assert put.target.startswith(f"{server.endpoint.split('/kvlake')[0]}/")
 
@@ -208,9 +212,9 @@ async def test_tls_goes_through_a_proxy_as_a_tunnel(
         faulty_proxy(server.endpoint, tls) as behind,
         faulty_proxy(behind.endpoint) as watch,
     ):
-        access = dataclasses.replace(
+        access = replaced(
             server.access_at("https://127.0.0.1:8443", backend),
-            tls=Tls(ca_file),
+            tls=Tls(ca_file=Path(ca_file)),
             proxy=watch.endpoint,
         )
         async with tier_of(place(server), access) as tier:
@@ -226,7 +230,7 @@ async def test_tls_goes_through_a_proxy_as_a_tunnel(
 class TestS3:
     async def put(self, moto: S3Server, backend: Backend, **settings: Any) -> Exchange:
         async with faulty_proxy(moto.endpoint) as watch:
-            access = dataclasses.replace(moto.access_at(watch.endpoint, backend), **settings)
+            access = replaced(moto.access_at(watch.endpoint, backend), **settings)
             return await written(place(moto), access, watch)
 
     async def test_a_bucket_is_in_the_path(self, moto: S3Server, backend: Backend) -> None:
@@ -237,7 +241,7 @@ class TestS3:
 
     async def test_a_bucket_is_in_the_host(self, moto: S3Server, backend: Backend) -> None:
         async with faulty_proxy(moto.endpoint) as watch:
-            access = dataclasses.replace(
+            access = replaced(
                 moto.access_at(f"http://{AWS_HOST}", backend),
                 addressing="virtual",
                 proxy=watch.endpoint,
@@ -251,7 +255,7 @@ class TestS3:
         self, moto: S3Server, backend: Backend
     ) -> None:
         async with faulty_proxy(moto.endpoint) as watch:
-            access = dataclasses.replace(
+            access = replaced(
                 moto.access_at(backend=backend),
                 endpoint=None,
                 region="eu-central-1",
@@ -273,7 +277,7 @@ class TestS3:
         monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
         for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
             monkeypatch.delenv(name, raising=False)
-        team = Credentials("profile", profile="team")
+        team = Credentials(kind="profile", profile="team")
         put = await self.put(moto, backend, credentials=team, region=None)
         assert "/eu-west-3/s3/" in put.fields["authorization"]
 
@@ -285,13 +289,16 @@ class TestS3:
         ("encryption", "fields"),
         [
             (Encryption(), {}),
-            (Encryption("AES256"), {"": "AES256"}),
-            (Encryption("aws:kms"), {"": "aws:kms"}),
+            (Encryption(algorithm="AES256"), {"": "AES256"}),
+            (Encryption(algorithm="aws:kms"), {"": "aws:kms"}),
             (
-                Encryption("aws:kms", "alias/kv"),
+                Encryption(algorithm="aws:kms", kms_key="alias/kv"),
                 {"": "aws:kms", "-aws-kms-key-id": "alias/kv"},
             ),
-            (Encryption("aws:kms:dsse", "k"), {"": "aws:kms:dsse", "-aws-kms-key-id": "k"}),
+            (
+                Encryption(algorithm="aws:kms:dsse", kms_key="k"),
+                {"": "aws:kms:dsse", "-aws-kms-key-id": "k"},
+            ),
         ],
     )
     async def test_encryption(
@@ -316,7 +323,9 @@ class TestS3:
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKOTHER")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "other")
         for token in (None, "the-token"):
-            keys = Credentials("static", "AKSTATIC", "secret", token)
+            keys = Credentials(
+                kind="static", access_key="AKSTATIC", secret_key="secret", session_token=token
+            )
             put = await self.put(moto, backend, credentials=keys)
             assert "Credential=AKSTATIC/" in put.fields["authorization"]
             assert put.fields.get("x-amz-security-token") == token
@@ -327,8 +336,8 @@ class TestS3:
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKOTHER")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "other")
         async with faulty_proxy(moto.endpoint) as watch:
-            access = dataclasses.replace(
-                moto.access_at(watch.endpoint, backend), credentials=Credentials("anonymous")
+            access = replaced(
+                moto.access_at(watch.endpoint, backend), credentials=Credentials(kind="anonymous")
             )
             async with tier_of(place(moto), access) as tier:
                 with contextlib.suppress(TierUnavailable):
@@ -349,8 +358,8 @@ class TestS3:
 
     @pytest.mark.usefixtures("profiles")
     async def test_credentials_of_a_profile(self, moto: S3Server, backend: Backend) -> None:
-        team = Credentials("profile", profile="team")
-        for keys, name in ((team, "AKTEAM"), (Credentials("auto"), "AKDEFAULT")):
+        team = Credentials(kind="profile", profile="team")
+        for keys, name in ((team, "AKTEAM"), (Credentials(kind="auto"), "AKDEFAULT")):
             put = await self.put(moto, backend, credentials=keys)
             assert f"Credential={name}/" in put.fields["authorization"]
 
@@ -365,10 +374,10 @@ class TestS3:
         tmp_path: Path,
     ) -> None:
         places.patch(monkeypatch, "REREAD_SECONDS", 0.2)
-        keys = Credentials(kind, profile="default" if kind == "profile" else None)
+        keys = Credentials(kind=kind, profile="default" if kind == "profile" else None)
         file = tmp_path / "credentials"
         async with faulty_proxy(moto.endpoint) as watch:
-            access = dataclasses.replace(moto.access_at(watch.endpoint, backend), credentials=keys)
+            access = replaced(moto.access_at(watch.endpoint, backend), credentials=keys)
             async with tier_of(place(moto), access) as tier:
                 image = image_of(10)
                 await tier.write(NAME, image)
@@ -390,7 +399,7 @@ class TestS3:
         self, moto: S3Server, backend: Backend, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         role = Credentials(
-            "role",
+            kind="role",
             role_arn=f"arn:aws:iam::{ACCOUNT_ID}:role/kv",
             profile="team",
             role_session_name="kv-test",
@@ -411,7 +420,7 @@ class TestS3:
         token = tmp_path / "token"
         token.write_text("signed-by-the-cluster")
         role = Credentials(
-            "role",
+            kind="role",
             role_arn=f"arn:aws:iam::{ACCOUNT_ID}:role/kv",
             web_identity_token_file=str(token),
         )
@@ -436,8 +445,8 @@ class TestGcs:
         self, gcs: GcsServer, backend: Backend
     ) -> None:
         async with faulty_proxy(gcs.endpoint) as watch:
-            access = dataclasses.replace(
-                gcs.access_at(watch.endpoint, backend), credentials=Credentials("anonymous")
+            access = replaced(
+                gcs.access_at(watch.endpoint, backend), credentials=Credentials(kind="anonymous")
             )
             async with tier_of(place(gcs), access) as tier:
                 await tier.list("")
@@ -446,7 +455,7 @@ class TestGcs:
     async def test_storage_class(self, gcs: GcsServer) -> None:
         async with faulty_proxy(gcs.endpoint) as watch:
             access = gcs.access_at(watch.endpoint, "obstore")
-            colder = dataclasses.replace(access, storage_class="NEARLINE")
+            colder = replaced(access, storage_class="NEARLINE")
             put = await written(place(gcs), colder, watch)
         assert put.fields["x-goog-storage-class"] == "NEARLINE"
 
@@ -459,12 +468,14 @@ class TestAzure:
 
     @pytest.mark.parametrize("whole", [False, True], ids=["key", "connection string"])
     async def test_credentials_in_storage_options(self, azure: AzureServer, *, whole: bool) -> None:
-        access = Access(endpoint=azure.endpoint, account=ACCOUNT)
         options: dict[str, object] = {"account_key": azure.account_key}
         if whole:
             text = f"AccountName={ACCOUNT};AccountKey={azure.account_key};"
             options = {"connection_string": f"{text}BlobEndpoint={azure.endpoint};"}
-        tier = UrlObjects(place(azure), access, storage_options=options)
+        tier = UrlObjects(
+            place(azure),
+            Access(endpoint=azure.endpoint, account=ACCOUNT, storage_options=options),
+        )
         await tier.write(NAME, image_of(10))
         assert await tier.read(NAME, slot()) == 10
         await tier.close()
@@ -482,9 +493,9 @@ class TestAzure:
             dt.datetime.now(dt.UTC) + dt.timedelta(hours=1),
         )
         async with faulty_proxy(azure.endpoint) as watch:
-            access = dataclasses.replace(
+            access = replaced(
                 azure.access_at(watch.endpoint, backend),
-                credentials=Credentials("static", sas_token=sas),
+                credentials=Credentials(kind="static", sas_token=sas),
             )
             put = await written(place(azure), access, watch)
         assert "authorization" not in put.fields
@@ -493,6 +504,6 @@ class TestAzure:
     async def test_storage_class(self, azure: AzureServer, backend: Backend) -> None:
         async with faulty_proxy(azure.endpoint) as watch:
             access = azure.access_at(watch.endpoint, backend)
-            colder = dataclasses.replace(access, storage_class="Cool")
+            colder = replaced(access, storage_class="Cool")
             put = await written(place(azure), colder, watch)
         assert put.fields["x-ms-access-tier"] == "Cool"

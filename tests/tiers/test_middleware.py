@@ -15,7 +15,14 @@ from tests.faulty_tier import FaultRates, Faulty
 from tests.tiers.tier_suite import NAME, TierSuite, image_of, sized, slot
 from tiers.errors import ChunkMissing, TierFull, TierUnavailable
 from tiers.store.client import Found
-from tiers.store.middleware import ConcurrencyLimited, Deadline, Metered, RateLimited, Retrying
+from tiers.store.middleware import (
+    Billed,
+    ConcurrencyLimited,
+    Deadline,
+    Metered,
+    RateLimited,
+    Retrying,
+)
 from tiers.store.object_tier import Abilities, UrlObjects
 
 if TYPE_CHECKING:
@@ -95,7 +102,7 @@ class TestEverythingStacked(TierSuite):
     @pytest.fixture
     async def tier(self) -> AsyncGenerator[Metered]:
         limited = ConcurrencyLimited(memory(), writes_max=2, reads_max=2)
-        tier = Metered(Retrying(Deadline(limited, seconds_max=60.0)))
+        tier = Metered(Retrying(Deadline(limited, seconds_max=60.0)), billed=Billed(limited))
         yield tier
         await tier.close()
 
@@ -297,7 +304,7 @@ class TestMetered:
     async def test_it_counts_calls_bytes_seconds_and_failures(self) -> None:
         ticks = iter(range(100))
         inner = Scripted([None, None, later(), ChunkMissing("gone"), ChunkMissing("gone")])
-        tier = Metered(inner, clock=lambda: float(next(ticks)))
+        tier = Metered(inner, billed=Billed(inner), clock=lambda: float(next(ticks)))
         await tier.write(NAME, image_of(1000))
         await tier.read(NAME, slot())
         for verb in (tier.write(NAME, image_of(10)), tier.read(NAME, slot())):
@@ -318,7 +325,7 @@ class TestMetered:
     async def test_it_counts_calls_in_flight_and_cancelled_ones(self) -> None:
         inner = Scripted()
         inner.gate = anyio.Event()
-        tier = Metered(inner)
+        tier = Metered(inner, billed=Billed(inner))
         before = tier.snapshot()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(tier.list, "")
@@ -417,11 +424,11 @@ class TestFaulty:
 async def test_retries_are_counted_by_cause() -> None:
     busy = TierUnavailable("busy", retryable=True, cause="busy")
     retrying = Retrying(Scripted([busy, busy, later()]), attempts_max=4, sleep=no_sleep)
-    tier = Metered(retrying, retrying=retrying)
+    tier = Metered(retrying, retrying=retrying, billed=Billed(retrying))
     await tier.read(NAME, slot())
     assert tier.retried() == {"busy": 2, "other": 1}
     assert tier.snapshot()["read"].failures == {}
-    assert Metered(memory()).retried() == {}
+    assert Metered(memory(), billed=Billed(memory())).retried() == {}
 
 
 class TestRateLimited:

@@ -9,15 +9,14 @@ import ssl
 import pytest
 
 from tiers.errors import ChunkMissing, ImageTruncated, TierError, TierFull, TierUnavailable
+from tiers.redaction import Redactor, mask_url, mask_urls, masked
 from tiers.store.errors import (
     CHAIN_LENGTH_MAX,
     DETAIL_CHARACTERS_MAX,
-    Secrets,
-    hide_user_info,
     translate,
 )
 
-NO_SECRETS = Secrets({})
+NO_SECRETS = Redactor()
 
 
 class Answered(Exception):
@@ -173,7 +172,8 @@ def test_a_circular_chain_ends() -> None:
 
 
 def test_secrets_are_removed_everywhere() -> None:
-    hidden = Secrets(
+    found: set[str] = set()
+    masked(
         {
             "key": "AKIAsomebody",
             "secret": "AKIAsomebody+tail",
@@ -182,16 +182,23 @@ def test_secrets_are_removed_everywhere() -> None:
             "endpoint_url": "http://host:1",
             "anon": False,
             "password": "abc",
-        }
+        },
+        found,
     )
+    hidden = Redactor(found)
     text = "AKIAsomebody+tail AKIAsomebody session-value -----BEGIN inside-a-secret us-east-1"
-    assert hidden.hide(text) == "*** *** *** *** *** us-east-1"
-    assert hidden.hide("abc http://host:1") == "abc http://host:1"
+    assert hidden.redacted(text) == "*** *** *** *** *** us-east-1"
+    assert hidden.redacted("abc http://host:1") == "abc http://host:1"
 
 
 def test_user_and_password_are_removed_from_a_url() -> None:
-    assert hide_user_info("sftp://me:hunter2@host/path") == "sftp://***@host/path"
-    assert hide_user_info("s3://bucket/a@b") == "s3://bucket/a@b"
+    for mask in (mask_url, mask_urls):
+        assert mask("sftp://me:hunter2@host/path") == "sftp://***@host/path"
+        assert mask("s3://bucket/a@b") == "s3://bucket/a@b"
+        assert (
+            mask("abfs://box@team.dfs.core.windows.net") == "abfs://box@team.dfs.core.windows.net"
+        )
+    assert mask_urls("PUT 'https://h/x?sig=hunter2' ended") == "PUT 'https://h/x?***' ended"
     message = translate(
         OSError("cannot reach http://u:hunter2@host/x"), "write sftp://***@host", NO_SECRETS
     )

@@ -15,6 +15,7 @@ from tests.faulty_proxy import Fault, FaultyProxy
 from tests.harness.servers import S3Server
 from tests.tiers.tier_suite import NAME, image_of, slot
 from tiers.errors import ChunkCorrupt, ChunkMissing, TierUnavailable
+from tiers.store.access import Access
 from tiers.store.middleware import Deadline
 from tiers.store.object_tier import UrlObjects
 
@@ -119,7 +120,7 @@ class TestFaultsOnTheWay:
 
 class TestProbeOfS3:
     async def probe(self, url: str, options: dict[str, object]) -> TierUnavailable:
-        tier = UrlObjects(url, storage_options=options)
+        tier = UrlObjects(url, Access(storage_options=options))
         try:
             with pytest.raises(TierUnavailable) as info:
                 await tier.probe()
@@ -157,7 +158,7 @@ class TestProbeOfS3:
         assert "create it" in str(error)
 
     async def test_no_bucket_is_not_an_empty_listing(self, seaweed: S3Server) -> None:
-        tier = UrlObjects("s3://not-there/prefix", storage_options=seaweed.storage_options)
+        tier = UrlObjects("s3://not-there/prefix", Access(storage_options=seaweed.storage_options))
         with pytest.raises(TierUnavailable, match="bucket does not exist"):
             await tier.list("v1")
         with pytest.raises(TierUnavailable, match="bucket does not exist"):

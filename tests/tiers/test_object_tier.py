@@ -39,7 +39,7 @@ class TestMemory(TierSuite):
 class TestMemoryRoot(TierSuite):
     @pytest.fixture
     async def tier(self) -> AsyncGenerator[UrlObjects]:
-        tier = UrlObjects("memory://", storage_options={"global_store": False})
+        tier = UrlObjects("memory://", Access(storage_options={"global_store": False}))
         yield tier
         await tier.close()
 
@@ -82,7 +82,7 @@ class TestLocalSynced(TierSuite):
 class TestSeaweed(TierSuite):
     @pytest.fixture
     async def tier(self, seaweed: S3Server) -> AsyncGenerator[UrlObjects]:
-        tier = UrlObjects(place(seaweed), storage_options=seaweed.storage_options)
+        tier = UrlObjects(place(seaweed), Access(storage_options=seaweed.storage_options))
         yield tier
         await tier.close()
 
@@ -98,7 +98,7 @@ class TestMoto(TierSuite):
     @pytest.fixture
     async def tier(self, moto: S3Server) -> AsyncGenerator[Retrying]:
         tier = Retrying(
-            UrlObjects(place(moto), storage_options=moto.storage_options),
+            UrlObjects(place(moto), Access(storage_options=moto.storage_options)),
             attempts_max=8,
             pause_seconds=0.02,
         )

@@ -131,7 +131,7 @@ async def test_reads_try_the_next_address_also_after_a_socket_error(
     # However slow the machine is, the first answer holds.
     places.patch(monkeypatch, "ANSWER_SECONDS_MAX", math.inf, package="tiers")
     async with telling(*[OK + IMAGE.tobytes()] * 3) as (told, _):
-        access = Access(connect_seconds_max=20, read_seconds_max=20)
+        access = Access(connect_timeout=20, read_timeout=20)
         reads = S3DirectReads(f"http://store:{told.port}/bucket", access, None)
         for _ in range(3):
             assert await reads.get("name", slot()) == IMAGE.nbytes

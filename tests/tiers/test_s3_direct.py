@@ -95,7 +95,7 @@ async def telling(
         endpoint=f"http://127.0.0.1:{told.port}",
         region="us-east-1",
         credentials=Credentials(kind="anonymous"),
-        read_seconds_max=read_seconds_max,
+        read_timeout=read_seconds_max,
     )
     async with listener, anyio.create_task_group() as tasks:
         tasks.start_soon(listener.serve, told.serve)

@@ -16,7 +16,8 @@ import pytest
 
 from tests.tiers.tier_suite import NAME, image_of
 from tiers.errors import TierUnavailable
-from tiers.store.client import AbandonableThreads, run_to_end
+from tiers.store.client import run_to_end
+from tiers.store.folder import LISTINGS_MAX
 from tiers.store.middleware import Deadline
 from tiers.store.object_tier import UrlObjects
 
@@ -89,35 +90,41 @@ class TestRunToEnd:
             await run_to_end(lambda: 1 // 0, anyio.CapacityLimiter(1))
 
 
-class TestAbandonableThreads:
-    async def test_a_cancel_does_not_wait_for_a_blocked_thread(self) -> None:
-        threads, mount, begun = AbandonableThreads(2), threading.Event(), threading.Event()
+class TestListingsOfAFolder:
+    async def test_a_cancel_does_not_wait_for_a_blocked_listing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        mount, begun, scandir = threading.Event(), threading.Event(), os.scandir
 
-        def hang() -> None:
+        def hang(path: str) -> Any:
             begun.set()
             mount.wait(60)
+            return scandir(path)
 
-        for _ in range(2):
+        tier = UrlObjects(f"file://{tmp_path}")
+        await tier.write(NAME, image_of(10))
+        monkeypatch.setattr(os, "scandir", hang)
+        for _ in range(LISTINGS_MAX):
             begun.clear()
-            await cancel_scope(lambda: threads.run(hang), begun)
-        with pytest.raises(TimeoutError, match="2 listings have not returned"):
-            await threads.run(lambda: 1)
+            await cancel_scope(lambda: tier.list(""), begun)
+        with pytest.raises(TierUnavailable, match=f"{LISTINGS_MAX} listings have not returned"):
+            await tier.list("")
         mount.set()
         with anyio.fail_after(30):
             while True:
                 try:
-                    assert await threads.run(lambda: 1) == 1
+                    assert len(await tier.list("")) == 1
                     break
-                except TimeoutError:
+                except TierUnavailable:
                     await anyio.sleep(0.01)
 
-    async def test_work_that_never_began_is_not_counted(self) -> None:
-        threads = AbandonableThreads(1)
-        for _ in range(3):
+    async def test_a_listing_that_never_began_is_not_counted(self, tmp_path: Path) -> None:
+        tier = UrlObjects(f"file://{tmp_path}")
+        for _ in range(LISTINGS_MAX + 1):
             with anyio.CancelScope() as scope:
                 scope.cancel()
-                await threads.run(lambda: 1)
-        assert await threads.run(lambda: 1) == 1
+                await tier.list("")
+        assert await tier.list("") == []
 
     async def test_a_folder_whose_server_is_gone_meets_its_deadline(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,34 +1,34 @@
 """How a site reaches its object store: the settings that mean the same on every client.
 
-Owns `Access` and its parts, which client serves which URL (`chosen_backend`), and which settings a
-provider and a client can follow (`check`). Does not own the translation for a client. Does no I/O.
+Owns `Access` and its parts, which the section `store` of the configuration extends, which client
+serves which URL (`chosen_backend`), and which settings a provider and a client can follow
+(`check`). Does not own the translation for a client.
 
 Invariants: an `Access` that passed `check` is followed in full by the backend that was chosen for
-it, or the store does not open; no message contains a credential; every message names the setting as
-the configuration file spells it, and the remedy.
+it, or the store does not open; no credential is in a `repr`, a message or the JSON form; every
+message names the setting as the configuration file spells it, and the remedy.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 from urllib.parse import urlsplit
 
+from pydantic import Field, PlainSerializer, field_validator
+
 from tiers.errors import TierUnavailable
+from tiers.redaction import masked
+from tiers.settings import Duration, FilePath, Flag, HttpUrl, SecretText, Section, Text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from pathlib import Path
 
 Provider = Literal["s3", "gcs", "azure", "folder", "other"]
 CLOUDS: Final[tuple[Provider, ...]] = ("s3", "gcs", "azure")
 Backend = Literal["obstore", "fsspec"]
-BackendChoice = Literal["auto", "obstore", "fsspec"]
-CredentialsKind = Literal["auto", "static", "profile", "role", "anonymous"]
+BackendChoice = Literal["auto", "fsspec", "obstore"]
 
-CONNECT_SECONDS_DEFAULT: Final = 5.0
-READ_SECONDS_DEFAULT: Final = 20.0
 _PROVIDERS: Final[dict[str, Provider]] = {
     "s3": "s3",
     "s3a": "s3",
@@ -41,12 +41,18 @@ _PROVIDERS: Final[dict[str, Provider]] = {
     "local": "folder",
 }
 _FSSPEC_PACKAGE: Final = {"s3": "s3fs", "gcs": "gcsfs", "azure": "adlfs"}
-_WORDS: Final = {"s3": "S3", "gcs": "GCS", "azure": "Azure", "folder": "a folder"}
+_WORDS: Final = {
+    "s3": "S3",
+    "gcs": "GCS",
+    "azure": "Azure",
+    "folder": "a folder",
+    "other": "this kind of URL",
+}
 
 _OFFLINE_CLASSES: Final = ("GLACIER", "DEEP_ARCHIVE")
 _AZURE_TIERS: Final = ("Hot", "Cool", "Cold")
 
-_CREDENTIALS: Final[dict[tuple[Provider, CredentialsKind], tuple[str, tuple[str, ...]]]] = {
+_CREDENTIALS: Final[dict[tuple[Provider, str], tuple[str, tuple[str, ...]]]] = {
     ("s3", "static"): (
         "access_key and secret_key",
         ("access_key secret_key [session_token]",),
@@ -72,102 +78,132 @@ _CREDENTIALS: Final[dict[tuple[Provider, CredentialsKind], tuple[str, tuple[str,
 """By kind of credentials: what it needs, in words and as alternatives, whose optional fields are in
 brackets. `auto` and `anonymous` take no fields."""
 
-_CLOUD_ONLY: Final = "it is for s3://, gs:// and az://"
-_SETTINGS: Final[dict[str, tuple[str, tuple[Provider, ...], str]]] = {
-    "endpoint": ("endpoint", CLOUDS, _CLOUD_ONLY),
-    "credentials": ("credentials", CLOUDS, _CLOUD_ONLY),
-    "tls": ("tls", CLOUDS, _CLOUD_ONLY),
-    "proxy": ("proxy", CLOUDS, _CLOUD_ONLY),
-    "connect_seconds_max": ("connect_timeout", CLOUDS, _CLOUD_ONLY),
-    "read_seconds_max": ("read_timeout", CLOUDS, _CLOUD_ONLY),
-    "storage_class": ("storage_class", CLOUDS, _CLOUD_ONLY),
-    "addressing": ("addressing", ("s3",), "only S3 has two ways to name a bucket"),
-    "region": ("region", ("s3",), "only S3 clients need to know it"),
+_OF_CLOUDS: Final = ("endpoint", "credentials", "tls", "proxy", "connect_timeout", "read_timeout")
+_SETTINGS: Final[dict[str, tuple[tuple[Provider, ...], str]]] = {
+    **dict.fromkeys((*_OF_CLOUDS, "storage_class"), (CLOUDS, "it is for s3://, gs:// and az://")),
+    "addressing": (("s3",), "only S3 has two ways to name a bucket"),
+    "region": (("s3",), "only S3 clients need to know it"),
     "encryption": (
-        "encryption",
         ("s3",),
         "only S3 takes it with each object; set a default key on the bucket or container",
     ),
-    "account": ("account", ("azure",), "only Azure has accounts"),
+    "account": (("azure",), "only Azure has accounts"),
 }
-"""By attribute of `Access`: its name in the file, the providers that have it, and why others do
-not."""
+"""The providers that have a setting, and why others do not."""
 
 
-@dataclass(frozen=True, slots=True)
-class Credentials:
-    """Who this sidecar is to the store. Fields without a repr are secret."""
+class Credentials(Section):
+    """The identity of this sidecar at the store."""
 
-    kind: CredentialsKind = "auto"
-    access_key: str | None = field(default=None, repr=False)
-    secret_key: str | None = field(default=None, repr=False)
-    session_token: str | None = field(default=None, repr=False)
-    profile: str | None = None
-    role_arn: str | None = None
-    role_session_name: str | None = None
-    external_id: str | None = field(default=None, repr=False)
-    web_identity_token_file: str | None = None
-    key_file: str | None = None
-    token: str | None = field(default=None, repr=False)
-    account_key: str | None = field(default=None, repr=False)
-    sas_token: str | None = field(default=None, repr=False)
-    tenant_id: str | None = None
-    client_id: str | None = None
-    client_secret: str | None = field(default=None, repr=False)
+    kind: Literal["auto", "static", "profile", "role", "anonymous"] = "auto"
+    """`auto`: as the provider's own tools find them (environment, files, the machine's role)."""
+    access_key: SecretText = None
+    """S3, static: the access key's id."""
+    secret_key: SecretText = None
+    """S3, static: the secret."""
+    session_token: SecretText = None
+    """S3, static: the token of temporary keys."""
+    profile: Text | None = None
+    """S3, profile: its name in ~/.aws; for a role, the profile that assumes it."""
+    role_arn: Text | None = None
+    """S3, role: the role to assume."""
+    role_session_name: Text | None = None
+    """S3, role: name of the session in AWS's logs; default: kvlake."""
+    external_id: SecretText = None
+    """S3, role: the external id that its trust policy requires."""
+    web_identity_token_file: Text | None = None
+    """S3 or Azure, role: the file of a token that is exchanged for credentials (Kubernetes)."""
+    key_file: Text | None = None
+    """GCS, static: the JSON file of a service account's key."""
+    token: SecretText = None
+    """GCS, static: a bearer token, which is not renewed."""
+    account_key: SecretText = None
+    """Azure, static: a key of the storage account."""
+    sas_token: SecretText = None
+    """Azure, static: a shared access signature, without the question mark."""
+    tenant_id: Text | None = None
+    """Azure: the directory of client_id."""
+    client_id: Text | None = None
+    """Azure, static: a service principal; role: a managed or federated identity."""
+    client_secret: SecretText = None
+    """Azure, static: the service principal's secret."""
 
     def given(self) -> list[str]:
         """Names of the fields that have a value."""
-        names = [one.name for one in dataclasses.fields(self) if one.name != "kind"]
-        return [name for name in names if getattr(self, name) is not None]
-
-    def secrets(self) -> dict[str, object]:
-        """Values that must not be shown, by name."""
-        hidden = [one.name for one in dataclasses.fields(self) if not one.repr]
-        return {f"secret {name}": getattr(self, name) for name in hidden if getattr(self, name)}
+        return list(self.model_dump(exclude_none=True, exclude={"kind"}))
 
 
-@dataclass(frozen=True, slots=True)
-class Tls:
-    """Whom to trust."""
+class Tls(Section):
+    """Verification of the store's certificate."""
 
-    ca_file: str | None = None
-    verify: bool = True
+    ca_file: FilePath | None = None
+    """Certificate authorities (PEM) of the store."""
+    verify: Flag = True
+    """If disabled, traffic can be read and modified in transit: for tests only."""
+
+    @field_validator("ca_file")
+    @classmethod
+    def _exists(cls, value: Path | None) -> Path | None:
+        if value is not None and not value.is_file():
+            raise ValueError(f"{value} is no file; give the PEM file of the certificate authority")
+        return value
 
 
-@dataclass(frozen=True, slots=True)
-class Encryption:
-    """Server-side encryption of what is written."""
+class Encryption(Section):
+    """Server-side encryption of written objects (S3)."""
 
     algorithm: Literal["AES256", "aws:kms", "aws:kms:dsse"] | None = None
-    kms_key: str | None = None
+    """Default: that of the bucket."""
+    kms_key: Text | None = None
+    """Id, alias or ARN of the KMS key; default: AWS's own for S3."""
 
 
-@dataclass(frozen=True, slots=True)
-class Folder:
-    """How a local folder is written and read."""
+class Folder(Section):
+    """How a file:// folder is written and read."""
 
-    direct: bool = True
-    fsync: bool = False
-    shared: bool = False
+    direct: Flag = True
+    """Bypass the page cache (O_DIRECT), for a fraction of the processor time."""
+    fsync: Flag = False
+    """Flush to disk before a write counts as done; if off, a power cut may lose the last ones."""
+    shared: Flag = False
+    """For sidecars of several users: modes by the umask, not 0600 and 0700."""
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
+class Access(Section):
     """All settings of how a store is reached, except its URL."""
 
     backend: BackendChoice = "auto"
-    endpoint: str | None = None
+    """Client: obstore if possible (s3://, gs://, az:// without storage_options), else fsspec."""
+    endpoint: HttpUrl | None = Field(default=None, repr=False)
+    """Address of the store, such as https://minio.example.com:9000; default: the provider's."""
     addressing: Literal["auto", "path", "virtual"] = "auto"
-    region: str | None = None
-    account: str | None = None
-    credentials: Credentials = Credentials()
-    tls: Tls = Tls()
-    proxy: str | None = None
-    connect_seconds_max: float = CONNECT_SECONDS_DEFAULT
-    read_seconds_max: float = READ_SECONDS_DEFAULT
-    encryption: Encryption = Encryption()
-    storage_class: str | None = None
-    folder: Folder = Folder()
+    """S3: the bucket in the path or in the host; auto: the path if `endpoint` is given."""
+    region: Text | None = None
+    """S3: the bucket's region; default: that of the environment or profile."""
+    account: Text | None = None
+    """Azure: the storage account."""
+    credentials: Credentials = Field(default_factory=Credentials)
+    tls: Tls = Field(default_factory=Tls)
+    proxy: HttpUrl | None = Field(default=None, repr=False)
+    """An HTTP proxy; default: that of the environment (HTTPS_PROXY)."""
+    connect_timeout: Duration = Field(default=5.0, ge=0.01, le=600)
+    """Longest time to connect."""
+    read_timeout: Duration = Field(default=20.0, ge=0.01, le=3600)
+    """Longest silence of a connection while a response is due."""
+    encryption: Encryption = Field(default_factory=Encryption)
+    storage_class: Text | None = None
+    """Class (S3, GCS) or access tier (Azure) of written objects; default: the bucket's."""
+    folder: Folder = Field(default_factory=Folder)
+    storage_options: Annotated[dict[str, Any], PlainSerializer(masked, when_used="json")] = Field(
+        default_factory=dict, repr=False
+    )
+    """Passed to the fsspec client unchanged, for options that have no setting here."""
+
+    @field_validator("endpoint", "region", "account", "proxy", "storage_class", mode="before")
+    @classmethod
+    def _left_out(cls, value: object) -> object:
+        # So that `endpoint: ${KVLAKE_S3_ENDPOINT:-}` works with and without one.
+        return None if value == "" else value
 
     def virtual_hosted(self, bucket: str) -> bool:
         """Whether the host names an S3 bucket, rather than the first part of the path.
@@ -178,6 +214,14 @@ class Access:
         if self.addressing != "auto":
             return self.addressing == "virtual"
         return self.endpoint is None and "." not in bucket
+
+    def secrets(self) -> set[str]:
+        """Every value that must not be shown."""
+        found: set[str] = set()
+        masked([self.endpoint, self.proxy, self.storage_options], found)
+        fields = Credentials.model_fields.items()
+        hidden = (getattr(self.credentials, name) for name, field in fields if not field.repr)
+        return found | {value for value in hidden if value is not None}
 
 
 class AccessError(TierUnavailable):
@@ -208,15 +252,15 @@ def present(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def names_per_removal(url: str, access: Access, storage_options: Mapping[str, object]) -> int:
+def names_per_removal(url: str, access: Access) -> int:
     """How many objects one request removes, by the client that serves `url`."""
-    backend, provider = chosen_backend(url, access, storage_options), provider_of(url)
+    backend, provider = chosen_backend(url, access), provider_of(url)
     if backend == "obstore" and provider == "azure":
         return 256
     return 1000 if backend == "obstore" and provider == "s3" and access.endpoint is None else 1
 
 
-def chosen_backend(url: str, access: Access, storage_options: Mapping[str, object]) -> Backend:
+def chosen_backend(url: str, access: Access) -> Backend:
     """The client that serves `url`. Raises `AccessError` if the requested one cannot.
 
     `auto` takes obstore if it is installed and nothing is set that only fsspec understands:
@@ -228,7 +272,7 @@ def chosen_backend(url: str, access: Access, storage_options: Mapping[str, objec
             "store.backend=obstore: obstore serves s3://, gs:// and az:// here; write "
             "store.backend: fsspec (or auto)"
         )
-    elif storage_options:
+    elif access.storage_options:
         problem = (
             "store.storage_options: store.backend=obstore takes none; write store.backend: "
             "fsspec, or use the settings of store (endpoint, credentials, tls and others)"
@@ -252,12 +296,11 @@ def check(url: str, access: Access, backend: Backend) -> None:
     provider, plain = provider_of(url), Access()
     if provider in CLOUDS:
         _check_credentials(provider, access.credentials)
-    for attribute, (name, providers, why) in _SETTINGS.items():
-        given = getattr(access, attribute) != getattr(plain, attribute)
-        if given and provider not in providers:
+    for name, (providers, why) in _SETTINGS.items():
+        if provider not in providers and getattr(access, name) != getattr(plain, name):
             elsewhere = ", or set it in store.storage_options" if provider == "other" else ""
             raise AccessError(
-                f"store.{name}: {why}; leave it out for {_words(provider)}{elsewhere}"
+                f"store.{name}: {why}; leave it out for {_WORDS[provider]}{elsewhere}"
             )
     if provider == "azure" and not (access.account or azure_account(url)):
         raise AccessError(
@@ -306,7 +349,7 @@ def _check_credentials(provider: Provider, credentials: Credentials) -> None:
     if not needs and kind in ("static", "profile", "role"):
         kinds = [one for who, one in _CREDENTIALS if who == provider]
         raise AccessError(
-            f"store.credentials.kind={kind}: {_words(provider)} has no such kind; write one of "
+            f"store.credentials.kind={kind}: {_WORDS[provider]} has no such kind; write one of "
             f"auto, {', '.join(kinds)} or anonymous"
         )
     allowed = sorted({word.strip("[]") for one in alternatives for word in one.split()})
@@ -314,11 +357,11 @@ def _check_credentials(provider: Provider, credentials: Credentials) -> None:
         if name not in allowed:
             takes = f"takes {', '.join(allowed)}" if allowed else "takes no further field"
             raise AccessError(
-                f"store.credentials.{name}: kind={kind} of {_words(provider)} {takes}; change "
+                f"store.credentials.{name}: kind={kind} of {_WORDS[provider]} {takes}; change "
                 "kind, or leave it out"
             )
     if not any(_fits(given, one.split()) for one in alternatives):
-        raise AccessError(f"store.credentials: kind={kind} of {_words(provider)} needs {needs}")
+        raise AccessError(f"store.credentials: kind={kind} of {_WORDS[provider]} needs {needs}")
     if kind in ("profile", "role") and provider == "s3" and not installed("botocore"):
         raise AccessError(
             f"store.credentials.kind={kind}: it needs botocore, which is not installed; "
@@ -329,7 +372,3 @@ def _check_credentials(provider: Provider, credentials: Credentials) -> None:
 def _fits(given: set[str], fields: list[str]) -> bool:
     required = {field for field in fields if not field.startswith("[")}
     return required <= given <= {field.strip("[]") for field in fields}
-
-
-def _words(provider: Provider) -> str:
-    return _WORDS.get(provider, "this kind of URL")

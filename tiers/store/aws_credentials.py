@@ -45,22 +45,15 @@ def credential_provider(access: Access) -> Provider | None:
         case "static":
             # A callback, because obstore mixes keys of its configuration with a session token that
             # it finds in the environment.
-            return lambda: _credential(
-                credentials.access_key, credentials.secret_key, credentials.session_token
-            )
+            keys = {
+                "access_key_id": credentials.access_key,
+                "secret_access_key": credentials.secret_key,
+                "token": credentials.session_token,
+                "expires_at": None,
+            }
+            return lambda: keys
         case _:
             return AwsCredentials(access)
-
-
-def _credential(
-    access_key: str | None, secret_key: str | None, token: str | None, until: Any = None
-) -> Credential:
-    return {
-        "access_key_id": access_key,
-        "secret_access_key": secret_key,
-        "token": token,
-        "expires_at": until,
-    }
 
 
 class AwsCredentials:
@@ -86,7 +79,12 @@ class AwsCredentials:
                 keys = self._look_up()
                 self._reread_at = dt.datetime.now(dt.UTC) + dt.timedelta(seconds=REREAD_SECONDS)
                 ends = self._reread_at + dt.timedelta(seconds=OBSTORE_AHEAD_SECONDS)
-                self._found = _credential(keys.access_key, keys.secret_key, keys.token, ends)
+                self._found = {
+                    "access_key_id": keys.access_key,
+                    "secret_access_key": keys.secret_key,
+                    "token": keys.token,
+                    "expires_at": ends,
+                }
             return self._found
         finally:
             self._looking.release()
@@ -177,14 +175,16 @@ def aio_session(access: Access) -> Any:
 
 def verify(access: Access) -> bool | str | None:
     """What botocore calls `verify`: a file of authorities, False, or None for its own default."""
-    return access.tls.ca_file if access.tls.verify else False
+    if not access.tls.verify:
+        return False
+    return None if access.tls.ca_file is None else str(access.tls.ca_file)
 
 
 def client_config(access: Access) -> dict[str, Any]:
     """Timeouts and proxy as botocore's `Config` takes them, for the store and for STS alike."""
     config: dict[str, Any] = {
-        "connect_timeout": access.connect_seconds_max,
-        "read_timeout": access.read_seconds_max,
+        "connect_timeout": access.connect_timeout,
+        "read_timeout": access.read_timeout,
     }
     if access.proxy is not None:
         config["proxies"] = {"http": access.proxy, "https": access.proxy}

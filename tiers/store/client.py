@@ -69,7 +69,6 @@ class Objects(Protocol):
         answer was lost, though the object may be its own. A store that cannot do this replaces (see
         `Abilities`), or raises `TierUnavailable`.
         """
-        ...
 
     async def read(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
         """Put an object at the start of `into` and return its size in bytes.
@@ -98,11 +97,9 @@ class Objects(Protocol):
 
         After an error some are deleted and some are not.
         """
-        ...
 
     async def close(self) -> None:
         """Close connections. No other call may run or follow."""
-        ...
 
 
 class StoreClient(Objects, Protocol):
@@ -110,10 +107,9 @@ class StoreClient(Objects, Protocol):
 
     async def move(self, name: str, target: str) -> None:
         """Rename, replacing what is there. Listings give the time of the move."""
-        ...
 
 
-def _track(work: Callable[[], T], ended: Future[None], *, lowered: bool = True) -> T:
+def _track(work: Callable[[], T], ended: Future[None], *, lowered: bool) -> T:
     """In a thread: do `work`, unless `ended` was cancelled before it began."""
     if not ended.set_running_or_notify_cancel():
         raise RuntimeError("work was abandoned before its thread began")
@@ -158,40 +154,6 @@ async def run_to_end(
                 with contextlib.suppress(anyio.get_cancelled_exc_class()):
                     await anyio.sleep(0.001)
         raise
-
-
-class AbandonableThreads:
-    """Work in threads that use no memory of the caller, so that a cancel does not wait for it.
-
-    A mount whose server is gone blocks a thread for any time; the caller goes on at its deadline.
-    Python waits for such threads when it ends: a process that must not wait ends by `os._exit`.
-    Beyond `left_max` abandoned threads `run` raises `TimeoutError` at once.
-    """
-
-    def __init__(self, left_max: int) -> None:
-        self._left_max = left_max
-        self._left: list[Future[None]] = []
-        self._limiter = anyio.CapacityLimiter(left_max)
-
-    async def run(self, work: Callable[[], T]) -> T:
-        """The result of `work`. After a cancel it may go on, and its result is dropped."""
-        async with self._limiter:
-            self._left = [one for one in self._left if not one.done()]
-            if len(self._left) >= self._left_max:
-                raise TimeoutError(
-                    f"{len(self._left)} listings have not returned: is this a mount whose server "
-                    "is gone?"
-                )
-            ended: Future[None] = Future()
-            try:
-                # A limiter for each: abandoned threads would use up a shared one.
-                return await anyio.to_thread.run_sync(
-                    _track, work, ended, limiter=anyio.CapacityLimiter(1), abandon_on_cancel=True
-                )
-            except BaseException:
-                if not (ended.cancel() or ended.done()):
-                    self._left.append(ended)
-                raise
 
 
 def fill(found: Bytes | bytes, into: Bytes, seen: Seen | None) -> int:

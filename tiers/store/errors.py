@@ -1,12 +1,11 @@
 """Turns what an object store's client raised into one of the tier's errors.
 
 Owns the table of conditions, the tables from error codes of S3, GCS and Azure, HTTP statuses, errno
-and exception types to them, and the removal of secrets from messages. Does not own retries
-(`middleware.py`) and does no I/O.
+and exception types to them. Does not own retries (`middleware.py`) and does no I/O.
 
 Invariants: every exception becomes a `TierError`; an unknown one is retryable, because retries are
 bounded and a wrong "stop" would turn the store off; a server's 404 is a miss only with the error
-code that says so; no secret of `storage_options` or of the URL appears in a message.
+code that says so; no secret of a setting or of a URL appears in a message.
 """
 
 from __future__ import annotations
@@ -25,19 +24,15 @@ from tiers.errors import (
     TierFull,
     TierUnavailable,
 )
+from tiers.redaction import mask_urls
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Mapping
+
+    from tiers.redaction import Redactor
 
 DETAIL_CHARACTERS_MAX: Final = 240
 CHAIN_LENGTH_MAX: Final = 16
-_SECRET_CHARACTERS_MIN: Final = 4
-_SECRET_NAME = re.compile(
-    r"key|secret|token|pass|cred|sas|private|session|auth|connection_string", re.IGNORECASE
-)
-_USER_INFO = re.compile(r"(?<=://)[^/@\s]+@")
-_QUERY = re.compile(r"(?<=://)([^\s?]+)\?[^\s)\"']+")
-"""A query of an Azure URL may be a signature."""
 # obstore keeps status and code in its text only.
 _OBSTORE_STATUS = re.compile(r"status code: (\d{3})")
 _OBSTORE_CODE = re.compile(r"<Code>(\w+)</Code>")
@@ -204,42 +199,12 @@ _BY_TEXT: Final = {
 }
 
 
-class Secrets:
-    """The values that must not appear in a message, taken from a URL's options."""
-
-    def __init__(self, storage_options: Mapping[str, object]) -> None:
-        found = set(_secret_values(storage_options, secret=False))
-        # Longest first, so that a secret which contains another leaves nothing of itself behind.
-        self._values = sorted(found, key=len, reverse=True)
-
-    def hide(self, text: str) -> str:
-        """`text` with every known secret and every `user:password@` taken out."""
-        for value in self._values:
-            text = text.replace(value, "***")
-        return _QUERY.sub(r"\1?***", hide_user_info(text))
-
-
-def hide_user_info(text: str) -> str:
-    """`text` without the `user:password@` of URLs."""
-    return _USER_INFO.sub("***@", text)
-
-
-def _secret_values(value: object, *, secret: bool) -> Iterator[str]:
-    if isinstance(value, str):
-        if secret and len(value) >= _SECRET_CHARACTERS_MIN:
-            yield value
-    elif isinstance(value, dict):
-        inner: dict[object, object] = value
-        for name, one in inner.items():
-            yield from _secret_values(one, secret=secret or bool(_SECRET_NAME.search(str(name))))
-
-
-def translate(error: Exception, doing: str, secrets: Secrets) -> TierError:
+def translate(error: Exception, doing: str, secrets: Redactor) -> TierError:
     """The tier's error for `error`, which stopped `doing` (such as "write s3://b/p/name")."""
     cause = _cause(error)
     what, remedy = CONDITIONS[cause].split("; ", 1)
     said = f"{type(error).__name__}: {error}".split(_OBSTORE_DETAIL, 1)[0]
-    detail = secrets.hide(" ".join(said.split()))[:DETAIL_CHARACTERS_MAX]
+    detail = mask_urls(secrets.redacted(" ".join(said.split())))[:DETAIL_CHARACTERS_MAX]
     message = f"{doing}: {what} ({detail}); {remedy}"
     if cause in _ERRORS:
         return _ERRORS[cause](message)
@@ -258,7 +223,14 @@ def _cause(error: Exception) -> str:
     while link is not None and len(chain) < CHAIN_LENGTH_MAX:
         chain.append(link)
         link = link.__cause__ or link.__context__
-    for rule in (_by_obstore, _by_answer, _by_tls, _by_type, _by_os, _by_connection):
+    rules: tuple[Callable[[BaseException], str | None], ...] = (
+        *(_by_obstore, _by_answer, _by_tls),
+        lambda one: _BY_TYPE.get(type(one).__name__),
+        _by_os,
+        # Last: an EndpointConnectionError says only that it failed; an OSError behind it says why.
+        lambda one: _BY_CONNECTION.get(type(one).__name__),
+    )
+    for rule in rules:
         for one in chain:
             if (cause := rule(one)) is not None:
                 return cause
@@ -315,10 +287,6 @@ def _by_tls(error: BaseException) -> str | None:
     return None
 
 
-def _by_type(error: BaseException) -> str | None:
-    return _BY_TYPE.get(type(error).__name__)
-
-
 def _by_os(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.errno in _BY_ERRNO:
         return _BY_ERRNO[error.errno]
@@ -331,8 +299,3 @@ def _by_os(error: BaseException) -> str | None:
         if "Errno 111" in str(error):
             return "refused"
     return found
-
-
-def _by_connection(error: BaseException) -> str | None:
-    # Last: an EndpointConnectionError says only that it failed; an OSError behind it says why.
-    return _BY_CONNECTION.get(type(error).__name__)

@@ -26,22 +26,16 @@ import logging
 import os
 import secrets
 import stat
+import threading
 import time
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import anyio
+import anyio.to_thread
 
 from tiers.errors import ImageTruncated, ObjectDenied, ObjectOdd, TierUnmounted
-from tiers.store.client import (
-    PIECE_BYTES,
-    AbandonableThreads,
-    Bytes,
-    Found,
-    Listing,
-    Seen,
-    check_size,
-    run_to_end,
-)
+from tiers.store.client import PIECE_BYTES, Bytes, Found, Listing, Seen, check_size, run_to_end
+from tiers.threads import lower_priority
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -55,6 +49,8 @@ TEMPORARY_SECONDS_MAX: Final = 24 * 3600
 """A temporary file older than this was left by a process that died; a listing removes it."""
 THREADS_MAX: Final = 4
 """Enough to keep a disk busy. More only compete with engines for cores."""
+LISTINGS_MAX: Final = 2 * THREADS_MAX
+"""Listings that run: those that callers wait for, and as many that they have given up."""
 MAKE_FOLDER_ATTEMPTS_MAX: Final = 8
 DIRECT_ALIGNMENT: Final = 4096
 """Alignment of memory, offsets and lengths: at least any device's block."""
@@ -84,7 +80,8 @@ class LocalFolder:
         # Separate limits: a backlog of writes must not delay a read that a prompt waits for.
         self._writers = anyio.CapacityLimiter(THREADS_MAX)
         self._readers = anyio.CapacityLimiter(THREADS_MAX)
-        self._listings = AbandonableThreads(THREADS_MAX)
+        self._listers = anyio.CapacityLimiter(THREADS_MAX)
+        self._listings_left = threading.Semaphore(LISTINGS_MAX)
         self.entries_skipped = 0
         """Entries that listings omitted because they are no files or cannot be examined."""
 
@@ -108,7 +105,14 @@ class LocalFolder:
         names_max: int | None = None,  # noqa: ARG002 (a folder has no pages)
     ) -> Listing:
         """See `Objects.list`."""
-        found = await self._listings.run(lambda: self._find(prefix, deep=deep))
+        # A listing uses no memory of the caller, so a cancel does not wait for its thread, which a
+        # mount whose server is gone blocks for any time. Python waits for such threads when it
+        # ends: a process that must not wait ends by `os._exit`.
+        found = await anyio.to_thread.run_sync(
+            lambda: self._find_bounded(prefix, deep=deep),
+            limiter=self._listers,
+            abandon_on_cancel=True,
+        )
         return [one for one in found if one.name > start_after]
 
     async def move(self, name: str, target: str) -> None:
@@ -254,6 +258,17 @@ class LocalFolder:
         finally:
             fcntl.fcntl(fd, fcntl.F_SETFL, flags)
         return done
+
+    def _find_bounded(self, folder: str, *, deep: bool) -> Listing:
+        lower_priority()
+        if not self._listings_left.acquire(blocking=False):
+            raise TimeoutError(
+                f"{LISTINGS_MAX} listings have not returned: is this a mount whose server is gone?"
+            )
+        try:
+            return self._find(folder, deep=deep)
+        finally:
+            self._listings_left.release()
 
     def _find(self, folder: str, *, deep: bool) -> Listing:
         self._require_root()

@@ -49,7 +49,7 @@ and then writes, so two writers may both succeed."""
 _S3FS_IDENTITY: Final = frozenset(("key", "secret", "token", "session", "profile", "anon"))
 
 
-def open_fsspec(url: str, access: Access, options: Mapping[str, object]) -> StoreClient:
+def open_fsspec(url: str, access: Access) -> StoreClient:
     """The file system of `url`. Raises `TierUnavailable` if the URL is not understood."""
     import fsspec  # here: a sidecar without a store, or with a folder, does not need it
 
@@ -61,7 +61,8 @@ def open_fsspec(url: str, access: Access, options: Mapping[str, object]) -> Stor
             f"store.url: {error}; use file://, s3://, gs:// or another fsspec URL", retryable=False
         ) from error
     root: str = driver._strip_protocol(url).rstrip("/")
-    given = {**driver._get_kwargs_from_urls(url), **options, "skip_instance_cache": True}
+    given = {**driver._get_kwargs_from_urls(url), **access.storage_options}
+    given["skip_instance_cache"] = True
     if driver.async_impl:
         # A cached listing would hide what other clusters wrote.
         given = {"use_listings_cache": False, **given, "asynchronous": True}
@@ -306,8 +307,8 @@ def _gcs(access: Access, given: Mapping[str, Any]) -> Any:
         "session_kwargs": present(proxy=access.proxy, trust_env=access.proxy is None),
         "requests_timeout": aiohttp.ClientTimeout(
             total=None,
-            sock_connect=access.connect_seconds_max,
-            sock_read=access.read_seconds_max,
+            sock_connect=access.connect_timeout,
+            sock_read=access.read_timeout,
         ),
     }
     driver: Any = GCSFileSystem
@@ -337,8 +338,8 @@ def _azure_client(account: str | None, access: Access, given: Mapping[str, Any])
     proxies = access.proxy and {"http": access.proxy, "https": access.proxy}
     options = present(
         retry_total=0,
-        connection_timeout=access.connect_seconds_max,
-        read_timeout=access.read_seconds_max,
+        connection_timeout=access.connect_timeout,
+        read_timeout=access.read_timeout,
         max_single_put_size=SINGLE_REQUEST_BYTES_MAX,
         max_single_get_size=SINGLE_REQUEST_BYTES_MAX,
         connection_verify=aws.verify(access),
@@ -352,7 +353,7 @@ def _azure_client(account: str | None, access: Access, given: Mapping[str, Any])
     words: dict[str, Any] = {name: given.get(name) for name in names}
     credentials = access.credentials
     if any(words.values()):
-        credentials = dataclasses.replace(credentials, **words)
+        credentials = credentials.model_copy(update=words)
     return BlobServiceClient(
         access.endpoint or f"https://{host}",
         credential=given.get("credential") or _azure_credential(account, credentials),

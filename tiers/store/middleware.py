@@ -51,11 +51,11 @@ _REQUESTS: Final[Mapping[Verb, tuple[Operation, ...]]] = {
 }
 
 
+@dataclasses.dataclass(eq=False)
 class Wrapper(abc.ABC):
     """Routes every verb through `_around`."""
 
-    def __init__(self, inner: ObjectTier) -> None:
-        self._inner = inner
+    _inner: ObjectTier
 
     @property
     def url(self) -> str:
@@ -101,6 +101,7 @@ class Wrapper(abc.ABC):
         await self._around("close", "", self._inner.close)
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
 class Deadline(Wrapper):
     """Ends a verb that takes too long with a retryable `TierExpired`.
 
@@ -108,36 +109,29 @@ class Deadline(Wrapper):
     after the deadline if a worker thread still touches the caller's memory.
     """
 
-    def __init__(
-        self,
-        inner: ObjectTier,
-        *,
-        seconds_max: float,
-        deleted_together_max: int = DELETED_TOGETHER_MAX,
-    ) -> None:
-        super().__init__(inner)
-        self._seconds_max = seconds_max
-        self._deleted_together_max = deleted_together_max
+    seconds_max: float
+    deleted_together_max: int = DELETED_TOGETHER_MAX
 
     async def delete(self, names: Sequence[str]) -> None:
         """See `ObjectTier.delete`."""
-        step = self._deleted_together_max
+        step = self.deleted_together_max
         for first in range(0, len(names), step):
             await super().delete(names[first : first + step])
 
     async def _around(self, verb: Verb, name: str, call: Callable[[], Awaitable[T]]) -> T:
-        with anyio.move_on_after(self._seconds_max):
+        with anyio.move_on_after(self.seconds_max):
             return await call()
         # Reached only if this scope was cancelled, and no outer one; a TimeoutError of the inner
         # tier passes through.
         target = f"{self.url}/{name}" if name else self.url
         raise TierExpired(
-            f"{verb} {target}: not done after {self._seconds_max:g} s; check the network to the "
+            f"{verb} {target}: not done after {self.seconds_max:g} s; check the network to the "
             "store, or raise store.deadline_seconds_max",
             retryable=True,
         )
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
 class Retrying(Wrapper):
     """Tries again what failed with a retryable `TierUnavailable`, after a growing random pause.
 
@@ -147,24 +141,13 @@ class Retrying(Wrapper):
     reports what is true now. `close` is not either.
     """
 
-    def __init__(
-        self,
-        inner: ObjectTier,
-        *,
-        attempts_max: int = 4,
-        pause_seconds: float = 0.1,
-        pause_seconds_max: float = 2.0,
-        rng: random.Random | None = None,
-        sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
-    ) -> None:
-        super().__init__(inner)
-        self._attempts_max = attempts_max
-        self._pause_seconds = pause_seconds
-        self._pause_seconds_max = pause_seconds_max
-        self._rng = rng or random.Random()  # noqa: S311 - spreads pauses, guards nothing
-        self._sleep = sleep
-        self.retried: dict[str, int] = {}
-        """Attempts that failed and were followed by another, by cause."""
+    attempts_max: int = 4
+    pause_seconds: float = 0.1
+    pause_seconds_max: float = 2.0
+    rng: random.Random = dataclasses.field(default_factory=random.Random)
+    sleep: Callable[[float], Awaitable[None]] = anyio.sleep
+    retried: Counter[str] = dataclasses.field(default_factory=Counter[str], init=False)
+    """Attempts that failed and were followed by another, by cause."""
 
     async def read(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
         """See `ObjectTier.read`."""
@@ -180,17 +163,17 @@ class Retrying(Wrapper):
         return await self._around("read", name, attempt)
 
     async def _around(self, verb: Verb, name: str, call: Callable[[], Awaitable[T]]) -> T:
-        attempts_max = 1 if verb in {"probe", "close"} else self._attempts_max
+        attempts_max = 1 if verb in {"probe", "close"} else self.attempts_max
         for attempt in range(attempts_max - 1):
             try:
                 return await call()
             except TierUnavailable as error:
                 if not error.retryable:
                     raise
-                self.retried[error.cause] = self.retried.get(error.cause, 0) + 1
+                self.retried[error.cause] += 1
             # 2**attempt must not overflow a float.
-            pause = min(self._pause_seconds_max, self._pause_seconds * 2.0 ** min(attempt, 62))
-            await self._sleep(self._rng.uniform(0.0, pause))
+            pause = min(self.pause_seconds_max, self.pause_seconds * 2.0 ** min(attempt, 62))
+            await self.sleep(self.rng.uniform(0.0, pause))
         return await call()
 
 
@@ -213,6 +196,7 @@ class ConcurrencyLimited(Wrapper):
             return await call()
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
 class RateLimited(Wrapper):
     """Bounds the requests that begin in a second, evenly spread; others wait, in order.
 
@@ -220,26 +204,16 @@ class RateLimited(Wrapper):
     A deletion waits for one turn after the other, so that other calls come in between.
     """
 
-    def __init__(
-        self,
-        inner: ObjectTier,
-        *,
-        requests_per_second_max: float,
-        names_per_removal: int = 1,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
-    ) -> None:
-        super().__init__(inner)
-        self._pause_seconds = 1.0 / requests_per_second_max
-        self._names_per_removal = names_per_removal
-        self._clock = clock
-        self._sleep = sleep
-        self._next = clock()
+    requests_per_second_max: float
+    names_per_removal: int = 1
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], Awaitable[None]] = anyio.sleep
+    _next: float = dataclasses.field(default=0.0, init=False)
 
     async def delete(self, names: Sequence[str]) -> None:
         """See `ObjectTier.delete`."""
         # `_around` takes the turn of the last request.
-        for _ in range((len(names) - 1) // self._names_per_removal):
+        for _ in range((len(names) - 1) // self.names_per_removal):
             await self._take_turn()
         await super().delete(names)
 
@@ -250,11 +224,11 @@ class RateLimited(Wrapper):
 
     async def _take_turn(self) -> None:
         # A call that is cancelled while it waits has used its turn.
-        now = self._clock()
+        now = self.clock()
         turn = max(now, self._next)
-        self._next = turn + self._pause_seconds
+        self._next = turn + 1.0 / self.requests_per_second_max
         if turn > now:
-            await self._sleep(turn - now)
+            await self.sleep(turn - now)
 
 
 @dataclasses.dataclass(slots=True)
@@ -270,34 +244,27 @@ class VerbCounts:
     """Calls that raised, by cause (`TierError.cause`, or the type of another exception)."""
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
 class Metered(Wrapper):
     """Counts what its caller sees. Other parts of `inner` are given to show their counts, too."""
 
-    def __init__(
-        self,
-        inner: ObjectTier,
-        *,
-        retrying: Retrying | None = None,
-        billed: Billed | None = None,
-        objects: UrlObjects | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        super().__init__(inner)
-        self.billed = billed or Billed(inner)
-        """What the store charges for."""
-        self._retried = {} if retrying is None else retrying.retried
-        self._objects = objects
-        self._clock = clock
-        self._counts: dict[Verb, VerbCounts] = {verb: VerbCounts() for verb in VERBS}
+    retrying: Retrying | None = None
+    billed: Billed
+    """What the store charges for."""
+    objects: UrlObjects | None = None
+    clock: Callable[[], float] = time.perf_counter
+    _counts: dict[Verb, VerbCounts] = dataclasses.field(
+        default_factory=lambda: {verb: VerbCounts() for verb in VERBS}, init=False
+    )
 
     def retried(self) -> dict[str, int]:
         """Attempts that failed and were followed by another, by cause."""
-        return dict(self._retried)
+        return {} if self.retrying is None else dict(self.retrying.retried)
 
     @property
     def entries_skipped(self) -> int:
         """Entries of a folder that listings omitted."""
-        return 0 if self._objects is None else self._objects.entries_skipped
+        return 0 if self.objects is None else self.objects.entries_skipped
 
     def snapshot(self) -> dict[Verb, VerbCounts]:
         """The counts of every verb at this moment."""
@@ -315,7 +282,7 @@ class Metered(Wrapper):
         counts = self._counts[verb]
         counts.calls += 1
         counts.inflight += 1
-        start = self._clock()
+        start = self.clock()
         try:
             result = await call()
         except BaseException as error:
@@ -325,13 +292,14 @@ class Metered(Wrapper):
             raise
         finally:
             counts.inflight -= 1
-            counts.seconds += self._clock() - start
+            counts.seconds += self.clock() - start
         counts.succeeded += 1
         # Only a read returns a size.
         counts.num_bytes += result if isinstance(result, int) else 0
         return result
 
 
+@dataclasses.dataclass(eq=False)
 class Billed(Wrapper):
     """Counts every request that reaches the store, and its bytes, by operation.
 
@@ -340,10 +308,10 @@ class Billed(Wrapper):
     too: most stores charge for it.
     """
 
-    def __init__(self, inner: ObjectTier) -> None:
-        super().__init__(inner)
-        self.requests: Counter[Operation] = Counter()
-        self.num_bytes: Counter[Operation] = Counter()
+    requests: Counter[Operation] = dataclasses.field(default_factory=Counter[Operation], init=False)
+    num_bytes: Counter[Operation] = dataclasses.field(
+        default_factory=Counter[Operation], init=False
+    )
 
     async def write(self, name: str, image: Bytes, *, create: bool = False) -> None:
         """See `ObjectTier.write`."""

@@ -31,17 +31,20 @@ from tiers.errors import (
     TierError,
     TierUnavailable,
 )
-from tiers.store.access import Access, check, chosen_backend, provider_of
+from tiers.redaction import Redactor, mask_url
+from tiers.store.access import CLOUDS, Access, check, chosen_backend, provider_of
 from tiers.store.client import Objects
-from tiers.store.errors import Secrets, hide_user_info, translate
+from tiers.store.errors import translate
 from tiers.store.folder import LocalFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping, Sequence
+    from collections.abc import Generator, Sequence
 
     from tiers.store.client import Bytes, Listing, Seen, StoreClient
 
 NAME_CHARACTERS_MAX: Final = 512
+SECRET_CHARACTERS_MIN: Final = 4
+"""Less than in logs: what a client says is seldom about anything but the store."""
 PROBE_BYTES: Final = 4096
 PROBE_FOLDER: Final = "probe"
 PROBE_NAME_BYTES: Final = 8
@@ -75,32 +78,23 @@ class ObjectTier(Objects, Protocol):
 
         Listings give the time of the move, from which it is kept for a while.
         """
-        ...
 
 
 class UrlObjects:
     """The objects under a URL (`file://`, `s3://`, `gs://`, `az://`, and what fsspec knows).
 
-    `storage_options` are arguments of the fsspec driver; values are never logged. Raises
-    `TierUnavailable` if the URL or a setting is not understood, or a package is missing.
+    Raises `TierUnavailable` if the URL or a setting is not understood, or a package is missing.
     """
 
-    def __init__(
-        self,
-        url: str,
-        access: Access | None = None,
-        *,
-        storage_options: Mapping[str, object] | None = None,
-    ) -> None:
+    def __init__(self, url: str, access: Access | None = None) -> None:
         access = access or Access()
-        options = dict(storage_options or {})
-        self._secrets = Secrets({**options, **access.credentials.secrets()})
+        self._secrets = Redactor(access.secrets(), SECRET_CHARACTERS_MIN)
         # "memory://" stays; elsewhere a slash at the end would be doubled in messages.
-        self.url = hide_user_info(url if url.endswith("://") else url.rstrip("/"))
+        self.url = mask_url(url if url.endswith("://") else url.rstrip("/"))
         """Without secrets."""
-        self._listed_by_server = provider_of(url) in ("s3", "gcs", "azure")
+        self._listed_by_server = provider_of(url) in CLOUDS
         with self._translated("open"):
-            self.store = _open(url, access, options)
+            self.store = _open(url, access)
 
     @property
     def entries_skipped(self) -> int:
@@ -225,14 +219,14 @@ class UrlObjects:
             raise translate(error, f"{verb} {target}", self._secrets) from None
 
 
-def _open(url: str, access: Access, options: Mapping[str, object]) -> StoreClient:
+def _open(url: str, access: Access) -> StoreClient:
     if "::" in url:
         raise TierUnavailable(
             f"store.url={url.split('::', 1)[0]}::…: chained URLs are not served; give the store's "
             "own URL",
             retryable=False,
         )
-    backend = chosen_backend(url, access, options)
+    backend = chosen_backend(url, access)
     check(url, access, backend)
     if provider_of(url) == "folder":
         path = url.split("://", 1)[1] if "://" in url else url
@@ -246,7 +240,7 @@ def _open(url: str, access: Access, options: Mapping[str, object]) -> StoreClien
         return ObstoreClient(url, access)
     from tiers.store.fsspec_client import open_fsspec
 
-    return open_fsspec(url, access, options)
+    return open_fsspec(url, access)
 
 
 def _check_name(name: str) -> None:

@@ -26,7 +26,6 @@ import datetime as dt
 import logging
 import threading
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -58,6 +57,13 @@ REQUEST_SECONDS_MAX: Final = 3600
 """In effect none: `Deadline` limits a request."""
 MAPPED_ALLOCATION_BYTES_MIN: Final = 1 << 30
 KEPT_HEAP_BYTES: Final = 512 << 20
+_AZURE_KINDS: Final = {
+    "account_key": "access_key",
+    "sas_token": "sas_token",
+    "client_secret": "client_secret",
+    "web_identity_token_file": "workload_identity",
+}
+"""What obstore calls the kind of credentials that have a field."""
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 
@@ -254,12 +260,12 @@ def _client_options(access: Access) -> dict[str, Any]:
     return present(
         # Without this, http:// is refused.
         allow_http=True,
-        connect_timeout=dt.timedelta(seconds=access.connect_seconds_max),
-        read_timeout=dt.timedelta(seconds=access.read_seconds_max),
+        connect_timeout=dt.timedelta(seconds=access.connect_timeout),
+        read_timeout=dt.timedelta(seconds=access.read_timeout),
         timeout=dt.timedelta(seconds=REQUEST_SECONDS_MAX),
         pool_idle_timeout=dt.timedelta(seconds=POOL_IDLE_SECONDS_MAX),
         allow_invalid_certificates=None if access.tls.verify else True,
-        root_certificate=None if ca_file is None else Path(ca_file).read_bytes(),
+        root_certificate=None if ca_file is None else ca_file.read_bytes(),
         proxy_url=access.proxy,
     )
 
@@ -303,17 +309,8 @@ def _gcs(access: Access) -> dict[str, Any]:
 
 def _azure(url: str, access: Access) -> dict[str, Any]:
     credentials = access.credentials
-    kind: str | None = None
-    match credentials.kind:
-        case "static" if credentials.account_key is not None:
-            kind = "access_key"
-        case "static":
-            kind = "client_secret" if credentials.sas_token is None else "sas_token"
-        case "role":
-            file = credentials.web_identity_token_file
-            kind = "managed_identity" if file is None else "workload_identity"
-        case _:
-            pass
+    kinds = (_AZURE_KINDS[name] for name in credentials.given() if name in _AZURE_KINDS)
+    kind = next(kinds, "managed_identity" if credentials.kind == "role" else None)
     return present(
         account_name=azure_account(url) or access.account,
         endpoint=access.endpoint,

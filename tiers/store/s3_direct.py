@@ -193,26 +193,14 @@ class _Connection:
             received, skipped = head.rest, skipped + end + 4
 
     def _fill(self, target: memoryview, rest: bytes, seen: Seen | None) -> None:
-        size_bytes = len(target)
-        done = min(len(rest), size_bytes)
-        target[:done] = rest[:done]
-        if seen is not None:
-            self._fill_and_report(target, done, seen)
-            return
-        while done < size_bytes:
-            # One call for all that is missing, so that the thread wakes, and takes the GIL, once.
-            # It returns earlier only at the limit of silence or at the end.
-            count = self._sock.recv_into(target[done:], 0, socket.MSG_WAITALL)
-            if count == 0:
-                raise _ended(done, f"an object of {size_bytes} bytes")
-            done += count
-
-    def _fill_and_report(self, target: memoryview, done: int, seen: Seen) -> None:
         """Receive in pieces that are still in the core's cache when `seen` reads them.
 
         The thread waits in the kernel, which wakes it for a piece and not for each packet. During
         its turn it takes what has arrived.
         """
+        seen = seen or _unseen
+        done = min(len(rest), len(target))
+        target[:done] = rest[:done]
         size_bytes, reported, low_water = len(target), 0, 1
         arrived = select.poll()
         arrived.register(self._sock, select.POLLIN)
@@ -284,8 +272,8 @@ class S3DirectReads:
         self._region = region_of(access)
         self._provider = provider
         self._credential: Credential | None = None
-        self._connect_seconds_max = access.connect_seconds_max
-        self._read_seconds_max = access.read_seconds_max
+        self._connect_seconds_max = access.connect_timeout
+        self._read_seconds_max = access.read_timeout
         if provider is not None:
             # Here, because it takes a while that the first read should not.
             import botocore.auth  # noqa: F401 # pyright: ignore[reportUnusedImport]
@@ -452,6 +440,10 @@ def _parsed(head: bytes, rest: bytes) -> _Head:
     keep = first.startswith(b"HTTP/1.1") and fields.get(b"connection") != b"close"
     # More bytes than announced do not belong to the answer: the connection is out of step.
     return _Head(number, int(length), keep and len(rest) <= int(length), rest)
+
+
+def _unseen(_size_bytes: int, _first: int, _last: int) -> None:
+    """Where nobody asks."""
 
 
 def _ended(done: int, of: str) -> ConnectionResetError:

@@ -15,7 +15,7 @@ from tiers.catalog.manifest import Counts
 from tiers.catalog.names import catalog_folder, namespace_prefix
 from tiers.catalog.reader import CatalogReader
 from tiers.catalog.rows import Row
-from tiers.store.middleware import Metered
+from tiers.store.middleware import Billed, Metered
 from tiers.store.object_tier import UrlObjects
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ SEGMENT = "0-8.0-4"
 
 
 def memory() -> Metered:
-    return Metered(UrlObjects(f"memory://{secrets.token_hex(6)}"))
+    objects = UrlObjects(f"memory://{secrets.token_hex(6)}")
+    return Metered(objects, billed=Billed(objects))
 
 
 def key(number: int) -> bytes:

@@ -31,7 +31,7 @@ from tiers.catalog.names import (
 from tiers.catalog.reader import CatalogReader
 from tiers.catalog.rows import Row, digest_of, encode, rows_of
 from tiers.errors import TierUnavailable
-from tiers.store.middleware import Metered, Wrapper
+from tiers.store.middleware import Billed, Metered, Wrapper
 from tiers.store.object_tier import ObjectTier, UrlObjects
 
 if TYPE_CHECKING:
@@ -122,7 +122,8 @@ async def test_foreign_folders_beside_those_of_writers_are_not_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their names need not be such as a tier takes."""
-    tier = Metered(UrlObjects(f"file://{tmp_path}"))
+    objects = UrlObjects(f"file://{tmp_path}")
+    tier = Metered(objects, billed=Billed(objects))
     log = writer(tier)
     for number in range(6):
         log.append(row(number))

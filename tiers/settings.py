@@ -1,4 +1,4 @@
-"""The base class of all sections, and the types of their values.
+"""The base class of all sections of a configuration, and the types of their values.
 
 Owns the conversions that strict validation leaves out: units, paths, numbers from environment
 variables, and words that YAML reads as booleans. Limits stand with each setting.
@@ -24,7 +24,8 @@ from pydantic import (
     WithJsonSchema,
 )
 
-from sidecar.config.units import (
+from tiers.redaction import MASK, mask_url
+from tiers.sizes import (
     DURATION_PATTERN,
     SIZE_PATTERN,
     format_duration,
@@ -32,7 +33,6 @@ from sidecar.config.units import (
     parse_duration,
     parse_size,
 )
-from sidecar.redaction import MASK, mask_url
 
 NODE_MAX: Final = 1023
 NAME_PATTERN: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"

@@ -1,8 +1,8 @@
 """Masking secrets in all output of this process, in URLs and in options of clients.
 
 Owns the list of this process' secrets, and which parts of a URL or of options are secret: those
-whose name looks like one. Does not own where secrets come from (`config/model.py`), nor the outputs
-that are masked (`logs.py`, `observe/http.py`).
+whose name looks like one. Does not own where secrets come from (`sidecar/config/model.py`), nor the
+outputs that are masked (`sidecar/logs.py`, `sidecar/observe/http.py`, `tiers/store/errors.py`).
 
 The first line of defence is that messages contain no secrets. But the error of a library may repeat
 the URL or the options that it was given.
@@ -24,24 +24,30 @@ MASK: Final = "***"
 SECRET_CHARACTERS_MIN: Final = 6
 """Shorter ones are not masked: they occur in ordinary words."""
 _SECRET_NAME: Final = re.compile(
-    r"secret|token|passw|credential|private|signature|sas|auth|connection_string|(^|_|-)keys?($|_|-)",
+    r"key|secret|token|pass|cred|private|session|signature|sas|auth|connection_string",
     re.IGNORECASE,
 )
 _USERINFO: Final = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?P<user>[^/\s]*)@")
 _QUERY: Final = re.compile(r"\?.*$", re.DOTALL)
+"""It may be a signature (Azure)."""
+_QUERY_IN_TEXT: Final = re.compile(r"(?<=://)([^\s?]+)\?[^\s)\"']+")
 
 
 class Redactor:
-    """A list of secrets, and masking them. A process has one; a test makes its own."""
+    """A list of secrets, and masking them: one of the process, and one of each store."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, secrets: Iterable[str] = (), characters_min: int = SECRET_CHARACTERS_MIN
+    ) -> None:
+        self._characters_min = characters_min
         self._known: list[str] = []
         """The longest first: one may be a part of another."""
+        self.conceal(secrets)
 
     def conceal(self, secrets: Iterable[str]) -> None:
         """Mask these from now on, also as they look in a URL, in JSON and in a Python literal."""
         for secret in secrets:
-            if len(secret) < SECRET_CHARACTERS_MIN:
+            if len(secret) < self._characters_min:
                 continue
             forms = {
                 secret,
@@ -67,16 +73,19 @@ redacted: Final = _process.redacted
 
 
 def mask_url(url: str) -> str:
-    """A URL without its user, password and query, which may be a SAS signature."""
-    if "://" not in url:
-        return url
+    """A URL without its user, password and query."""
+    return _QUERY.sub(f"?{MASK}", _USERINFO.sub(_user_masked, url)) if "://" in url else url
 
-    def replace(match: re.Match[str]) -> str:
-        # abfs://container@account is Azure's way to write a place, not a user.
-        plain = match["scheme"].startswith(("abfs", "wasb")) and ":" not in match["user"]
-        return match[0] if plain else f"{match['scheme']}{MASK}@"
 
-    return _QUERY.sub(f"?{MASK}", _USERINFO.sub(replace, url))
+def mask_urls(text: str) -> str:
+    """A text whose URLs have no user, password and query."""
+    return _QUERY_IN_TEXT.sub(rf"\1?{MASK}", _USERINFO.sub(_user_masked, text))
+
+
+def _user_masked(match: re.Match[str]) -> str:
+    # abfs://container@account is Azure's way to write a place, not a user.
+    plain = match["scheme"].startswith(("abfs", "wasb")) and ":" not in match["user"]
+    return match[0] if plain else f"{match['scheme']}{MASK}@"
 
 
 def masked(value: object, found: set[str] | None = None, name: str = "") -> object:
