@@ -31,7 +31,7 @@ import pyarrow as pa
 from sidecar.core.commands import Restored, RestoredSlot, Tick
 from sidecar.data.host_pool import closing, map_ahead, open_pool
 from sidecar.events.sockets import EventSockets
-from sidecar.exits import Exit
+from sidecar.exits import STOP_SIGNALS, Exit
 from sidecar.logs import fields
 from sidecar.observe.http import HttpServer
 from sidecar.service.dispatcher import Dispatcher
@@ -54,14 +54,6 @@ if TYPE_CHECKING:
     from tiers.pool.host_pool import HostPool
     from tiers.store.middleware import Metered
 
-STOP_SIGNALS: Final = (
-    signal.SIGTERM,
-    signal.SIGINT,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-)
-"""Signals that start a drain. By default the last three end a process at once."""
 TICK_SECONDS: Final = 0.05
 TICK_SECONDS_WAITED_FOR: Final = 0.01
 """While requests wait for the store: a late tick delays their first token."""

@@ -1,4 +1,4 @@
-"""Exit codes of the `kvlake` command, and ending the process with one.
+"""Exit codes of the `kvlake` command, the signals that stop it, and ending the process.
 
 Invariants:
 
@@ -12,11 +12,20 @@ from __future__ import annotations
 import enum
 import logging
 import os
+import signal
 import sys
 import threading
 import time
 from typing import Final
 
+STOP_SIGNALS: Final = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+"""Signals that start a drain. By default the last three end a process at once."""
 LEAVE_SECONDS_MAX: Final = 1.0
 """How long an ending process waits for its threads."""
 

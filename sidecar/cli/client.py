@@ -97,8 +97,7 @@ class SidecarClient:
     def _refusal(self, target: str, path: str, error: urllib.error.HTTPError) -> NoAnswer:
         code = error.code
         said = error.read(MESSAGE_BYTES_MAX) if code == HTTPStatus.BAD_REQUEST else b""
-        if said:
-            text = said.decode(errors="replace").strip()
+        if text := said.decode(errors="replace").strip():
             return QueryRejected(printable(text, MESSAGE_BYTES_MAX))
         if code == HTTPStatus.UNAUTHORIZED:
             why = "takes another one" if self.token else "none was given"

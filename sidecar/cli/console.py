@@ -50,9 +50,9 @@ def show(document: _T, text: Callable[[_T], str], *, as_json: bool) -> None:
     say(json.dumps(document, indent=2) if as_json else text(document))
 
 
-def complain(text: str) -> None:
-    """Write a message to standard error."""
-    sys.stderr.write(f"kvlake: {text}\n")
+def complain(text: str, command: str = "kvlake") -> None:
+    """Write a message of this command to standard error."""
+    sys.stderr.write(f"{command}: {text}\n")
     sys.stderr.flush()
 
 

@@ -72,21 +72,21 @@ _WITHDRAWN_COLUMNS: Final = {
 def main(options: Options) -> None:
     """Collect, or show what would be collected."""
     config = load_config(options.config)
-    if options.list and not options.dry_run:
-        raise CommandError("--list shows what would be withdrawn: give it together with --dry-run")
-    if options.list:
-        writer = ListWriter(chunk_line, as_json=options.json)
-        writer.open({}, "victims", WITHDRAWN_COLUMNS)
-        document = try_collection(config, options.namespace, writer)
-        writer.close(document)
-        if not options.json:
-            say(f"\n{_text(document)}")
+    if not options.list:
+        if options.dry_run:
+            document = try_collection(config, options.namespace)
+        else:
+            document = run_collection(config, options.namespace, wait=options.wait)
+        show(document, _text, as_json=options.json)
         return
-    if options.dry_run:
-        document = try_collection(config, options.namespace)
-    else:
-        document = run_collection(config, options.namespace, wait=options.wait)
-    show(document, _text, as_json=options.json)
+    if not options.dry_run:
+        raise CommandError("--list shows what would be withdrawn: give it together with --dry-run")
+    writer = ListWriter(chunk_line, as_json=options.json)
+    writer.open({}, "victims", WITHDRAWN_COLUMNS)
+    document = try_collection(config, options.namespace, writer)
+    writer.close(document)
+    if not options.json:
+        say(f"\n{_text(document)}")
 
 
 def try_collection(
@@ -214,7 +214,7 @@ def _namespace(report: CompactionReport, names: TenantNames) -> Document:
     withdrawn, held = report.withdrawn_cells.cells, report.usage.total
     order = np.argsort(-withdrawn.amounts[:, SIZE], kind="stable")
     largest = withdrawn.take(order[:TENANTS_SHOWN_MAX])
-    columns = (largest.spans.tolist(), largest.tenants.tolist(), largest.amounts.tolist())
+    columns = [column.tolist() for column in (largest.spans, largest.tenants, largest.amounts)]
     return {
         "namespace": namespace_of(report.prefix),
         **{name: getattr(report, name) for name in (*_SUMMED, "waiting", "logs_left")},
@@ -236,10 +236,8 @@ def _namespace(report: CompactionReport, names: TenantNames) -> Document:
 
 def _text(document: Document) -> str:
     namespaces, left = document["namespaces"], document["leftovers"]
-    if not namespaces:
-        lines = ["the store holds no chunks"]
-    else:
-        lines = [document_table(namespaces, _NAMESPACE_COLUMNS)]
+    table = document_table(namespaces, _NAMESPACE_COLUMNS)
+    lines = [table if namespaces else "the store holds no chunks"]
     if rows := _withdrawn_rows(namespaces):
         lines += ["", document_table(rows, _WITHDRAWN_COLUMNS), ""]
     if left["quarantined"] or left["quarantine_kept"]:

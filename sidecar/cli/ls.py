@@ -3,13 +3,12 @@
 Owns writing chunks as a table or as JSON while the catalog is being read. Does not own reading it
 (`tiers/catalog/scan.py`), nor what a sidecar answers (`sidecar/observe/host_contents.py`).
 
-Invariants: memory is bounded by a few catalog files and a batch of chunks, however many chunks
-there are; the JSON of a listing that fails midway is not closed. Nothing is written.
+Invariants: memory is bounded by a few catalog files, however many chunks there are; the JSON of a
+listing that fails midway is not closed. Nothing is written.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import time
@@ -46,7 +45,7 @@ from tiers.catalog.usage import Chunks, tenant_of
 from tiers.sizes import approximate_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
 
     import numpy.typing as npt
 
@@ -55,11 +54,14 @@ if TYPE_CHECKING:
     from tiers.catalog.rows import Rows
     from tiers.store.object_tier import ObjectTier
 
-BATCH_CHUNKS: Final = 1000
 PAGE_CHUNKS: Final = 1000
 """Chunks in one answer of a sidecar at most."""
 _ABOUT: Final = ("model", "layers", "about")
-_HOST_WIDTHS: Final = (64, 10, 5, 6, 16, 0)
+# Columns have fixed widths: the widest cell is known only at the end.
+_STORE_LINE: Final = "{:<64}  {:<10}  {:<7}  {:<6}  {:<6}  {:<16}  {}"
+_HOST_LINE: Final = "{:<64}  {:<10}  {:<5}  {:<6}  {:<16}  {}"
+CHUNK_COLUMNS: Final = _STORE_LINE.format("KEY", "SIZE", "OBJECTS", "BLOCKS", "AGE", "TENANT", "")
+WITHDRAWN_COLUMNS: Final = f"{CHUNK_COLUMNS}BOUND"
 
 
 def main(options: Options) -> None:
@@ -82,7 +84,7 @@ class ListWriter:
     def __init__(self, line: Callable[[Document], str], *, as_json: bool) -> None:
         self._line = line
         self._as_json = as_json
-        self._written = 0
+        self._separator = " "
 
     def open(self, head: Document, name: str, columns: str) -> None:
         """Begin: with JSON the fields before the list called `name`, else the column names."""
@@ -90,17 +92,16 @@ class ListWriter:
             fields = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
             say("{" + ", ".join([*fields, f"{json.dumps(name)}: ["]))
         else:
-            say(columns)
+            say(columns.rstrip())
 
     def write(self, documents: Iterable[Document]) -> None:
         """Write some more of the list."""
-        remaining = iter(documents)
-        while batch := list(itertools.islice(remaining, BATCH_CHUNKS)):
-            say("\n".join(map(self._json if self._as_json else self._line, batch)))
-
-    def _json(self, document: Document) -> str:
-        self._written += 1
-        return f"{' ' if self._written == 1 else ','} {json.dumps(document)}"
+        for document in documents:
+            if self._as_json:
+                say(f"{self._separator} {json.dumps(document)}")
+                self._separator = ","
+            else:
+                say(self._line(document))
 
     def close(self, tail: Document) -> None:
         """End: with JSON the fields after the list."""
@@ -210,8 +211,8 @@ def chunk_documents(
     chunks, ids = Chunks(rows), rows.segment_ids.tolist()
     starts = chunks.starts
     columns = zip(
-        _hex(rows.keys[starts]),
-        _hex(rows.parents[starts]),
+        rows.keys[starts].tobytes().hex(" ", KEY_BYTES).split(),
+        rows.parents[starts].tobytes().hex(" ", KEY_BYTES).split(),
         starts.tolist(),
         chunks.sizes.tolist(),
         chunks.counts.tolist(),
@@ -240,14 +241,9 @@ def chunk_documents(
         yield document
 
 
-def _hex(keys: npt.NDArray[np.uint8]) -> list[str]:
-    digits, width = keys.tobytes().hex(), 2 * KEY_BYTES
-    return [digits[at : at + width] for at in range(0, len(digits), width)]
-
-
 def chunk_line(chunk: Document) -> str:
     """A chunk of the store as a line, and its URLs as further ones."""
-    line = _columns(
+    line = _STORE_LINE.format(
         chunk["key"],
         approximate_size(chunk["size_bytes"]),
         chunk["objects"],
@@ -256,17 +252,7 @@ def chunk_line(chunk: Document) -> str:
         chunk["tenant"],
         chunk.get("bound", ""),
     )
-    return "\n  ".join([line, *chunk.get("urls", ())])
-
-
-def _columns(*cells: object, widths: Sequence[int] = (64, 10, 7, 6, 6, 16, 0)) -> str:
-    """Cells in columns of fixed widths: the widest cell is known only at the end."""
-    padded = (f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True))
-    return "  ".join(padded).rstrip()
-
-
-CHUNK_COLUMNS: Final = _columns("KEY", "SIZE", "OBJECTS", "BLOCKS", "AGE", "TENANT", "")
-WITHDRAWN_COLUMNS: Final = _columns("KEY", "SIZE", "OBJECTS", "BLOCKS", "AGE", "TENANT", "BOUND")
+    return "\n  ".join([line.rstrip(), *chunk.get("urls", ())])
 
 
 # --- host memory ---------------------------------------------------------------------------------
@@ -302,8 +288,7 @@ def _list_host_chunks(client: SidecarClient, options: Options) -> None:
                 heading = host_heading(client.url)
                 say(f"{heading}\n{page['namespace']}: {model_text(page)}")
             head = {name: page[name] for name in ("namespace", *_ABOUT)}
-            cells = ("KEY", "SIZE", "PARTS", "BLOCKS", "TENANT", "STATE")
-            columns = _columns(*cells, widths=_HOST_WIDTHS)
+            columns = _HOST_LINE.format("KEY", "SIZE", "PARTS", "BLOCKS", "TENANT", "STATE")
             writer.open({"host": client.url, **head}, "chunks", columns)
         writer.write(page["chunks"])
         left, after = left - num_chunks, page["last"]
@@ -317,4 +302,4 @@ def _host_line(chunk: Document) -> str:
     state += ", pinned" * chunk["pinned"] + ", in the store" * chunk["in_store"]
     size = approximate_size(chunk["size_bytes"])
     cells = (chunk["key"], size, chunk["parts"], chunk["num_blocks"], chunk["tenant"], state)
-    return _columns(*cells, widths=_HOST_WIDTHS)
+    return _HOST_LINE.format(*cells)

@@ -32,7 +32,6 @@ engine's own code.
 """
 # argparse has no public name for the result of `add_subparsers`, nor for what takes options.
 _Commands: TypeAlias = Any
-_Options: TypeAlias = Any
 
 
 class _Parser(argparse.ArgumentParser):
@@ -290,7 +289,7 @@ def _add_config_commands(commands: _Commands) -> None:
     _command(actions, "schema", "config", help="print the JSON schema of the file, for editors")
 
 
-def _add_sidecar_options(to: argparse.ArgumentParser, *, where: _Options) -> None:
+def _add_sidecar_options(to: argparse.ArgumentParser, *, where: Any) -> None:
     """How a running sidecar is asked. `where` takes the option for its address."""
     where.add_argument(
         "--url", type=_address, help="address of the sidecar, such as http://127.0.0.1:9321"

@@ -74,10 +74,8 @@ def _text(document: Document) -> str:
         lines.append(
             f"  its owner, process {pid}, was killed, or is in another container and uses it"
         )
-    return "\n".join(
-        lines
-        + [
-            f"  {one['slots']} slots of {approximate_size(one['slot_bytes'])}"
-            for one in document["classes"]
-        ]
-    )
+    lines += [
+        f"  {one['slots']} slots of {approximate_size(one['slot_bytes'])}"
+        for one in document["classes"]
+    ]
+    return "\n".join(lines)

@@ -19,6 +19,8 @@ import time
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, Final
 
+from sidecar.demo.processes import ProcessFailed
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
@@ -32,10 +34,6 @@ GENERATED_TOKENS: Final = 16
 LOGPROBS: Final = 5
 POISON: Final = 0x7B
 """Every byte of a poisoned block: a huge bfloat16, which changes the result of any attention."""
-
-
-class EngineFailed(Exception):
-    """The engine's process ended or answered with an error; the message has its last lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +79,7 @@ class DemoEngine:
         os.close(theirs)
 
     def wait_ready(self) -> None:
-        """Wait until the engine serves. Raises `EngineFailed`."""
+        """Wait until the engine serves. Raises `ProcessFailed`."""
         self.version = str(self._answer()["version"])
 
     def generate(self, prompt: list[int], cache_salt: str | None = None) -> Generation:
@@ -99,16 +97,8 @@ class DemoEngine:
 
     def reset(self) -> None:
         """Empty the engine's prefix cache, after running stores, and poison its KV blocks."""
-        deadline = time.monotonic() + RESET_SECONDS_MAX
-        while True:
-            self._send("reset")
-            if self._answer()["done"]:
-                return
-            if time.monotonic() > deadline:
-                raise EngineFailed(
-                    f"the engine's prefix cache could not be reset in {RESET_SECONDS_MAX:g} s"
-                )
-            time.sleep(0.01)
+        self._send("reset")
+        self._answer()
 
     def _send(self, verb: str, **arguments: object) -> None:
         assert self._process.stdin is not None
@@ -116,17 +106,17 @@ class DemoEngine:
             self._process.stdin.write(json.dumps({"verb": verb, **arguments}).encode() + b"\n")
             self._process.stdin.flush()
         except OSError as error:
-            raise EngineFailed(f"the engine ended: {error}\n{self._log_tail()}") from error
+            raise ProcessFailed(f"the engine ended: {error}\n{self._log_tail()}") from error
 
     def _answer(self) -> dict[str, Any]:
         readable, _, _ = select.select([self._answers], [], [], ANSWER_SECONDS_MAX)
         line = self._answers.readline() if readable else b""
         if not line:
             problem = "the engine ended" if readable else f"no answer in {ANSWER_SECONDS_MAX:g} s"
-            raise EngineFailed(f"{problem}\n{self._log_tail()}")
+            raise ProcessFailed(f"{problem}\n{self._log_tail()}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise EngineFailed(f"{answer['error']}\n{self._log_tail()}")
+            raise ProcessFailed(f"{answer['error']}\n{self._log_tail()}")
         return answer
 
     def _log_tail(self) -> str:
@@ -197,13 +187,14 @@ async def _generate(engine: Any, prompt: list[int], cache_salt: str | None) -> d
     }
 
 
-async def _carry_out(engine: Any, command: dict[str, Any]) -> dict[str, Any]:
-    if command.pop("verb") == "generate":
-        return await _generate(engine, **command)
-    done = await engine.reset_prefix_cache() is not False
-    if done:
-        await engine.collective_rpc("kvlake_poison")
-    return {"done": done}
+async def _reset(engine: Any) -> dict[str, Any]:
+    deadline = time.monotonic() + RESET_SECONDS_MAX
+    while await engine.reset_prefix_cache() is False:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"prefix cache not reset in {RESET_SECONDS_MAX:g} s")
+        await asyncio.sleep(0.01)
+    await engine.collective_rpc("kvlake_poison")
+    return {}
 
 
 def dtype() -> str:
@@ -240,11 +231,13 @@ async def _serve(model: str, socket: str, answers: IO[str]) -> None:
         },
     }
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    verbs: dict[str, Any] = {"generate": _generate, "reset": _reset}
     try:
         print(json.dumps({"version": f"vllm {vllm.__version__}"}), file=answers, flush=True)
         while line := await asyncio.to_thread(sys.stdin.readline):
+            command = json.loads(line)
             try:
-                answer = await _carry_out(engine, json.loads(line))
+                answer = await verbs[command.pop("verb")](engine, **command)
             except Exception as error:
                 answer = {"error": f"{type(error).__name__}: {error}"}
             print(json.dumps(answer), file=answers, flush=True)

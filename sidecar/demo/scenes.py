@@ -1,4 +1,4 @@
-"""The demo's scenes, and their results as a table or as JSON.
+"""The demo's scenes, and their results as lines of a table.
 
 Each scene sends the same prompt to a real vLLM engine under other circumstances. It compares the
 log probabilities of the generated tokens with those of the engine's own prefix hit of as many
@@ -9,24 +9,20 @@ load, so that a load that copies nothing is noticed.
 from __future__ import annotations
 
 import contextlib
-import json
 import random
-import shutil
 import sys
-import tempfile
 import time
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from sidecar.demo.engine import DemoEngine, EngineFailed, Generation
+from sidecar.demo.engine import DemoEngine, Generation
 from sidecar.demo.model import WORDS, write_model
-from sidecar.demo.servers import ServerFailed, has_s3_server, s3_bucket
-from sidecar.demo.sidecars import DemoSidecar, SidecarFailed
+from sidecar.demo.processes import DemoSidecar, has_s3_server, s3_bucket
 
 if TYPE_CHECKING:
     from collections.abc import Generator
     from contextlib import AbstractContextManager
+    from pathlib import Path
 
 PROMPT_TOKENS: Final = 3000
 HOST_SIZE: Final = "512MiB"
@@ -136,7 +132,7 @@ class Demo:
         # The same hit again: comparisons mean nothing unless the oracle agrees with itself.
         again = engine.generate(self._prompt)
         self._record("engine_prefix_hit", again, loaded=0)
-        sidecar.wait("the prompt is in host memory", lambda status: _host_chunks(status) > 0)
+        sidecar.wait("the prompt is in host memory", _has_chunks)
         self._hit("host_hit", engine)
 
     def _hit(self, scene: str, engine: DemoEngine) -> None:
@@ -152,7 +148,7 @@ class Demo:
             engine.reset()
 
             def stored(status: dict[str, Any]) -> bool:
-                if _host_chunks(status):
+                if _has_chunks(status):
                     return True
                 engine.generate(self._prompt)
                 # Waits until every store was answered: draining waits for writes, but not for
@@ -226,33 +222,10 @@ class Demo:
             yield engine
 
 
-def _host_chunks(status: dict[str, Any]) -> int:
-    return int(status["tiers"]["host"]["chunks"])
+def _has_chunks(status: dict[str, Any]) -> bool:
+    return bool(status["tiers"]["host"]["chunks"])
 
 
 def _listed(status: dict[str, Any]) -> bool:
     store = status["tiers"]["store"]
     return bool(store["listings"] and store["chunks"])
-
-
-def run(*, as_json: bool) -> int:
-    """Run the demo in a folder of its own, which is removed unless something failed."""
-    folder = Path(tempfile.mkdtemp(prefix="kvlake-demo-"))
-    demo, problem = Demo(folder, Output(quiet=as_json)), ""
-    try:
-        demo.run()
-        if not demo.results.good:
-            problem = "a scene failed"
-    except (EngineFailed, SidecarFailed, ServerFailed) as error:
-        problem = str(error)
-    except (KeyboardInterrupt, SystemExit):
-        # Who ends it does not look for logs.
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    if as_json:
-        sys.stdout.write(json.dumps(asdict(demo.results)) + "\n")
-    if problem:
-        sys.stderr.write(f"\nkvlake demo failed: {problem}\nlogs are in {folder}\n")
-        return 1
-    shutil.rmtree(folder, ignore_errors=True)
-    return 0

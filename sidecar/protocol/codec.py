@@ -15,32 +15,30 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from sidecar.protocol.attaching import (
+from sidecar.protocol.messages import (
+    FRAME_BYTES_MAX,
     IPC_HANDLE_BYTES,
+    JOBS_PER_MESSAGE_MAX,
+    KEYS_PER_MESSAGE_MAX,
     KIND_CUDA_IPC,
     KIND_CUDA_VMM,
     PROTOCOL_VERSION,
+    TENANT_BYTES,
     UUID_BYTES,
     Attach,
     AttachReply,
-    FirstMessage,
-    Memory,
-    Role,
-)
-from sidecar.protocol.messages import (
-    FRAME_BYTES_MAX,
-    JOBS_PER_MESSAGE_MAX,
-    KEYS_PER_MESSAGE_MAX,
-    TENANT_BYTES,
     ClientMessage,
+    FirstMessage,
     Lease,
     Lookup,
+    Memory,
     Release,
+    Role,
     ServerMessage,
     Submit,
 )
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class _Versioned(msgspec.Struct):
@@ -112,7 +110,7 @@ def decode_attach_reply(frame: bytes | memoryview) -> AttachReply:
     return _decode(_reply_decoder, frame)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes | memoryview) -> T:
+def _decode(decoder: msgspec.msgpack.Decoder[_T], frame: bytes | memoryview) -> _T:
     if len(frame) > FRAME_BYTES_MAX:
         raise ProtocolError(
             "frame_too_large",

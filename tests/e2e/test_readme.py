@@ -26,7 +26,7 @@ from sidecar.cli.client import SidecarClient, url_of
 from sidecar.cli.console import NoAnswer
 from sidecar.config.model import Config
 from sidecar.demo.model import write_model
-from sidecar.demo.servers import free_ports
+from sidecar.demo.processes import free_ports
 from tests import places
 from tests.harness.servers import s3_server
 

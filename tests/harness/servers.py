@@ -22,11 +22,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from sidecar.demo.servers import (
+from sidecar.demo.processes import (
     HOST,
     REGION,
     SEAWEED_READY,
-    ServerFailed,
+    ProcessFailed,
     free_ports,
     seaweed_command,
 )
@@ -112,9 +112,9 @@ class S3Server:
         return self.process.pid
 
     def restart(self) -> None:
-        """After its process was killed: start it again where it was. Raises `ServerFailed`."""
+        """After its process was killed: start it again where it was. Raises `ProcessFailed`."""
         if not self.process.start():
-            raise ServerFailed(f"the server did not come back; its log:\n{self.process.log}")
+            raise ProcessFailed(f"the server did not come back; its log:\n{self.process.log}")
 
     @property
     def url(self) -> str:
@@ -203,7 +203,7 @@ def serve_process(
 ) -> Generator[tuple[int, ServerProcess]]:
     """Run `command(port)` until the block ends; yields port and process once `ready` is logged.
 
-    Raises `ServerFailed` where it does not come up.
+    Raises `ProcessFailed` where it does not come up.
     """
     failure = ""
     for _ in range(START_ATTEMPTS_MAX):
@@ -217,7 +217,7 @@ def serve_process(
             failure = process.log
         finally:
             process.stop()
-    raise ServerFailed(f"no server after {START_ATTEMPTS_MAX} attempts; the last log:\n{failure}")
+    raise ProcessFailed(f"no server after {START_ATTEMPTS_MAX} attempts; the last log:\n{failure}")
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], log: Path, ready: str) -> bool:
@@ -239,6 +239,6 @@ def _put_bucket(port: int, bucket: str) -> None:
         answer = connection.getresponse()
         body = answer.read()
         if answer.status != http.client.OK:
-            raise ServerFailed(f"PUT /{bucket}: {answer.status} {body[:500]!r}")
+            raise ProcessFailed(f"PUT /{bucket}: {answer.status} {body[:500]!r}")
     finally:
         connection.close()

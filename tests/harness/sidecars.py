@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sidecar.demo.sidecars import POOLS, DemoSidecar, SidecarFailed
+from sidecar.demo.processes import POOLS, DemoSidecar, ProcessFailed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["POOLS", "SidecarFailed", "SidecarProcess"]
+__all__ = ["POOLS", "ProcessFailed", "SidecarProcess"]
 
 
 class SidecarProcess(DemoSidecar):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from botocore.config import Config
 from botocore.session import get_session
 
-from sidecar.demo.servers import REGION
+from sidecar.demo.processes import REGION
 
 if TYPE_CHECKING:
     from tests.harness.servers import S3Server

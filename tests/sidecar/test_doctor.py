@@ -23,9 +23,8 @@ import pytest
 import yaml
 import zmq
 
-from sidecar.cli.doctor import engines
-from sidecar.cli.doctor.findings import Check, CheckResult
-from sidecar.cli.doctor.startup import startup_findings
+from sidecar.cli import doctor
+from sidecar.cli.doctor.node import Check, CheckResult, startup_findings
 from sidecar.config.model import Config, load, loads
 from sidecar.exits import Exit
 from sidecar.service.start_checks import allow_open_files, cgroup_room, machine_room, shortages
@@ -714,7 +713,7 @@ def test_open_files_are_allowed_as_far_as_they_may_be(monkeypatch: pytest.Monkey
 
 
 def found(config: Config, *command: str) -> dict[str, Check]:
-    return {one.about: one for one in engines.engine_findings(config, command)}
+    return {one.about: one for one in doctor.engine_findings(config, command)}
 
 
 def test_what_an_engine_would_find_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -803,7 +802,7 @@ def test_kvlake_that_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch) -
 def test_the_releases_are_those_of_the_support_page() -> None:
     page = places.page("support.md").read_text()
     releases = re.findall(r"^\| (0\.\d+)\.\d+ \| works", page, re.MULTILINE)
-    assert sorted(releases) == sorted(engines.SUPPORTED)
+    assert sorted(releases) == sorted(doctor.SUPPORTED)
 
 
 @pytest.mark.parametrize(

@@ -93,8 +93,7 @@ def image(
         tenant_of(name),
         sealed,
         used,
-        expires_at=1000.0,
-        stays=True,
+        Retention(1000.0, stays=True),
     )
 
 

@@ -29,7 +29,7 @@ from typing import Any, Final
 
 from tests.e2e import arms
 from tests.faulty_proxy import Fault
-from tests.harness.sidecars import SidecarFailed
+from tests.harness.sidecars import ProcessFailed
 from tests.soak import probes, report, verdicts
 from tests.soak.clients import MAX_TOKENS, REQUEST_SECONDS_MAX, SLOW_SECONDS, Clients
 from tests.soak.pace import Pace
@@ -192,7 +192,7 @@ class Soak:
 
         try:
             self._world.sidecar.wait("it comes to rest", idle, REST_SECONDS_MAX)
-        except (SidecarFailed, OSError) as error:
+        except (ProcessFailed, OSError) as error:
             # First what it is: the error has the whole status, of which reports show the start.
             self.unrest.append(f"at {self.now:.0f} s, {held}: {error}")
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sidecar.demo.servers import free_ports
+from sidecar.demo.processes import free_ports
 from tests.faulty_proxy import Fault, FaultyProxy
 from tests.harness.servers import S3Server
 from tests.tiers.tier_suite import NAME, image_of, slot

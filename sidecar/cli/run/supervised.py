@@ -2,6 +2,11 @@
 
 Also owns the signals of `kvlake run`, because every wait here ends with one.
 
+The first `run` starts the sidecar. Each further one joins it: it holds a shared lock on a file
+beside the socket while it runs. The sidecar ends when the process that started it has ended and
+nobody holds that lock. It holds a lock itself, on its runtime directory. The kernel releases a lock
+however its holder ends.
+
 Invariants: restarts back off to at most `RESTART_SECONDS_MAX`; a sidecar that is stopped has its
 configured time to drain, and some more, before it is killed, unless others have joined it.
 """
@@ -9,34 +14,34 @@ configured time to drain, and some more, before it is killed, unless others have
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import functools
 import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
 from typing import TYPE_CHECKING, Final
 
-from sidecar.cli.console import CommandError, NotStarted
-from sidecar.cli.run.joining import POLL_SECONDS, has_joined, is_locked, join
-from sidecar.exits import Exit
+from sidecar.cli.console import CommandError, NotStarted, complain
+from sidecar.exits import STOP_SIGNALS, Exit
 from sidecar.service.systemd import without_notify
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
-    from types import FrameType
+    from pathlib import Path
 
     from sidecar.config.model import Config
 
-FORWARDED: Final = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-)
+FORWARDED: Final = (*STOP_SIGNALS, signal.SIGHUP)
+LOCK: Final = "runs.lock"
+POLL_SECONDS: Final = 0.5
+"""How often a sidecar checks whether a `run` still needs it, and a `run` whether it still runs."""
+CONNECT_SECONDS_MAX: Final = 5.0
+log: Final = functools.partial(complain, command="kvlake run")
 RESTART_SECONDS_FIRST: Final = 0.5
 RESTART_SECONDS_MAX: Final = 30.0
 HEALTHY_SECONDS: Final = 60.0
@@ -58,10 +63,54 @@ class Interrupted(Exception):
         self.number = number
 
 
-def log(text: str) -> None:
-    """Write a line to standard error, marked as this command's."""
-    sys.stderr.write(f"kvlake run: {text}\n")
-    sys.stderr.flush()
+def join(attach_path: Path) -> tuple[int, int]:
+    """Join the sidecar that listens there: its process, and a descriptor; closing it leaves.
+
+    Raises `OSError` if none listens, or its directory takes no lock of this user.
+    """
+    pid = listener(attach_path)
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    fd = os.open(attach_path.with_name(LOCK), flags, 0o600)
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    return pid, fd
+
+
+def has_joined(directory: Path) -> bool:
+    """Whether a `run` has joined the sidecar of this runtime directory."""
+    return _is_held(directory / LOCK, fcntl.LOCK_EX)
+
+
+def is_locked(directory: Path) -> bool:
+    """Whether a sidecar, ready or not, has this runtime directory."""
+    return _is_held(directory / "lock", fcntl.LOCK_SH)
+
+
+def _is_held(path: Path, operation: int) -> bool:
+    """Whether locks of others exclude this one; false if there is no file."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, operation | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def listener(attach_path: Path) -> int:
+    """The process that listens on a socket; 0 in another PID namespace.
+
+    Raises `OSError` if none does.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(CONNECT_SECONDS_MAX)
+        connection.connect(str(attach_path))
+        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, _, _ = struct.unpack("3i", peer)
+    return int(pid)
 
 
 class SupervisedSidecar:
@@ -252,7 +301,7 @@ def signals() -> Generator[socket.socket]:
     reader.setblocking(False)
     writer.setblocking(False)
 
-    def nothing(_number: int, _frame: FrameType | None) -> None:
+    def nothing(_number: int, _frame: object) -> None:
         """The number is in the socket already."""
 
     # What is ignored stays ignored, here and in the engine: that is how nohup works.

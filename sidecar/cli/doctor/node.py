@@ -1,14 +1,19 @@
-"""The checks that `kvlake serve` makes when it starts, made without starting.
+"""Checks of this node: those that `kvlake serve` makes when it starts, its store, NUMA and GPUs.
 
-Owns their list, and how a running sidecar changes them. Each check is a function that `serve`
-calls, too, and its error is shown unchanged.
+Owns their list, how a running sidecar changes them, and the line of each. A check of a start is a
+function that `serve` calls, too, and its error is shown unchanged. A GPU is used for a moment, with
+a context of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
+import itertools
 import mmap
+import resource
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -16,7 +21,6 @@ import numpy as np
 
 from sidecar.cli.client import SidecarClient, SidecarNotReady, url_of
 from sidecar.cli.console import NoAnswer
-from sidecar.cli.doctor.findings import Check, failed, passed, warning
 from sidecar.data.host_pool import check_host, placement_of
 from sidecar.errors import StartError
 from sidecar.events.curve_socket import bound
@@ -24,6 +28,9 @@ from sidecar.observe import http
 from sidecar.service import runtime_dir as runtimedir
 from sidecar.service.start_checks import shortages
 from sidecar.service.store_stack import open_store
+from tiers.cuda.device import Device
+from tiers.cuda.driver import Driver
+from tiers.cuda.errors import CudaFailed
 from tiers.errors import TierError
 from tiers.pool.lock import lock_path_of, read_owner
 from tiers.pool.numa import sample
@@ -34,6 +41,35 @@ if TYPE_CHECKING:
     from sidecar.config.model import Config
 
 STATUS_SECONDS_MAX: Final = 10.0
+_INFLIGHT_BYTES: Final = 32 << 20
+_SCRATCH_BYTES: Final = 1 << 20
+
+
+class CheckResult(enum.StrEnum):
+    """What one check found."""
+
+    PASS = "pass"  # noqa: S105 (no password)
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line: what was checked, what was found, and what to do unless it passed."""
+
+    verdict: CheckResult
+    about: str
+    found: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        line = f"{self.verdict:4}  {self.about}: {self.found}"
+        return f"{line}; {self.remedy}" if self.remedy else line
+
+
+passed: Final = functools.partial(Check, CheckResult.PASS)
+warning: Final = functools.partial(Check, CheckResult.WARN)
+failed: Final = functools.partial(Check, CheckResult.FAIL)
 
 
 def startup_findings(config: Config) -> list[Check]:
@@ -187,3 +223,98 @@ def _pages_of(path: Path) -> dict[int, int]:
             return sample(np.frombuffer(mapping, dtype=np.uint8))
     except (OSError, ValueError, BufferError):
         return {}
+
+
+# --- GPUs ----------------------------------------------------------------------------------------
+
+
+def gpu_findings(config: Config) -> list[Check]:
+    """Every check for engines on GPUs."""
+    found = [_locked_memory(config)]
+    # For comparison with the engine's: they cannot be checked from here.
+    names = [Path(f"/proc/self/ns/{kind}").readlink().name for kind in ("ipc", "pid")]
+    found.append(passed("namespaces", f"{' '.join(names)}, and GPU engines must be in the same"))
+    try:
+        driver = Driver()
+        count = int(driver.call("cuDeviceGetCount"))
+    except CudaFailed as error:
+        return [*found, warning("GPUs", str(error), "nothing to do for engines on CPUs")]
+    found.append(passed("GPUs", f"{count}, driver API {driver.call('cuDriverGetVersion')}"))
+    for ordinal in range(count):
+        try:
+            found += _gpu(driver, ordinal)
+        except CudaFailed as error:
+            found.append(failed(f"GPU {ordinal}", str(error)))
+    if count > 1:
+        pairs = [
+            (one, other)
+            for one, other in itertools.permutations(range(count), 2)
+            if not driver.call("cuDeviceCanAccessPeer", one, other)
+        ]
+        # For information: each worker's memory is mapped on its own device.
+        found.append(passed("peer access", f"missing between {pairs or 'none'}"))
+    return found
+
+
+def _locked_memory(config: Config) -> Check:
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit in (resource.RLIM_INFINITY, -1) or limit >= config.host.size:
+        return passed("locked memory", "the limit allows all of host.size")
+    return warning(
+        "locked memory",
+        f"the limit is {limit} bytes, and GPUs need all {config.host.size} of host.size pinned",
+        "set ulimit -l unlimited (LimitMEMLOCK=infinity) if pinning fails; CPU engines need none",
+    )
+
+
+def _gpu(driver: Driver, ordinal: int) -> list[Check]:
+    about = f"GPU {ordinal} ({driver.name(ordinal)})"
+    if " MIG " in f" {driver.name(ordinal)} ":
+        return [failed(about, "a slice (MIG) cannot be shared", "use a whole GPU")]
+    stream_writes = driver.attribute("CAN_USE_64_BIT_STREAM_MEM_OPS", ordinal)
+    exports = driver.attribute("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED", ordinal)
+    device = Device(
+        driver,
+        driver.uuid(ordinal),
+        to_device_bytes_max=_INFLIGHT_BYTES,
+        to_host_bytes_max=_INFLIGHT_BYTES,
+    )
+    newer = "use a newer driver or device"
+    features = (
+        ("fences written by streams", stream_writes, newer),
+        ("memory exported as descriptors (VMM)", exports, newer),
+        ("batch copies", device.calibration.batches, "use a driver of CUDA 12.8"),
+    )
+    try:
+        return [
+            *(
+                passed(about, f"{what}: yes") if has else warning(about, f"{what}: no", remedy)
+                for what, has, remedy in features
+            ),
+            _strided(device, about),
+            _ipc(driver, about),
+        ]
+    finally:
+        device.close()
+
+
+def _strided(device: Device, about: str) -> Check:
+    if not device.calibration.planes:
+        reason = "; ".join(device.calibration.reasons)
+        return warning(about, f"2D copies: no ({reason})", "nothing: batches do it")
+    rates = "; ".join(
+        f"{name} {', '.join(f'{width} {rate}' for width, rate in one.items())}"
+        for name, one in device.calibration.describe_rates().items()
+    )
+    return passed(about, f"GB/s of runs at a distance, batch/2D: {rates}")
+
+
+def _ipc(driver: Driver, about: str) -> Check:
+    address = driver.call("cuMemAlloc", _SCRATCH_BYTES)
+    try:
+        driver.call("cuIpcGetMemHandle", address)
+    except CudaFailed as error:
+        return failed(about, f"IPC handles: {error}")
+    finally:
+        driver.call("cuMemFree", address)
+    return passed(about, "IPC handles: yes")
