@@ -46,10 +46,13 @@ from sidecar.protocol import (
     frame_stream,
     stream_length,
 )
-from tiers.kv.index import IndexReader
+from tiers.kv.index import IndexReader, tags_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    import numpy as np
+    import numpy.typing as npt
 
 logger = logging.getLogger("vllm.kvlake")
 
@@ -82,6 +85,11 @@ class SidecarSession:
     dead: bool = False
     moved: deque[IndexReader] = field(default_factory=deque[IndexReader])
     """Newer indexes that the engine's thread has not taken yet."""
+
+    def holds(self, keys: Sequence[bytes]) -> npt.NDArray[np.uint8]:
+        """Which tiers hold each chunk, as `tiers.kv.index` has it; of a scheduler's session."""
+        assert self.index is not None, "a scheduler's session has one"
+        return self.index.lookup(tags_of(keys, self.index_salt))
 
 
 class Attempt(NamedTuple):
@@ -118,11 +126,9 @@ def connect(paths: tuple[str, ...]) -> socket.socket:
 
 
 class Client:
-    """Attaches to the sidecar, and again whenever it comes back.
+    """Attaches to the sidecar at the first path that accepts, and again whenever it comes back.
 
-    Args:
-        paths: where the sidecar's `attach.sock` may be; the first that accepts a connection.
-        make_attempt: builds message and descriptors of each attempt, on the thread.
+    `make_attempt` builds message and descriptors of each attempt, on the thread.
     """
 
     def __init__(
@@ -168,9 +174,9 @@ class Client:
         if current is None or current.dead:
             return None
         while current.moved:
-            old, current.index = current.index, current.moved.popleft()
-            if old is not None:
-                old.close()
+            if current.index is not None:
+                current.index.close()
+            current.index = current.moved.popleft()
         return current
 
     def wait_attached(self, seconds: float) -> bool:
@@ -285,19 +291,17 @@ class Client:
                     session = self._attach(connection, self._make_attempt())
                     self._offered = session
                     self._attached_once.set()
-                    self._log(
-                        logging.INFO, "attached to the sidecar at %s", connection.getpeername()
-                    )
+                    path = connection.getpeername()
+                    self._log(logging.INFO, "attached to the sidecar at %s", path)
                     connection.settimeout(None)
                     while True:
                         self._index_moved(session, *self._receive(connection))
             except (OSError, ProtocolError, ValueError) as error:
                 self._unanswered = isinstance(error, TimeoutError)
-                state = "lost" if session is not None else "absent"
-                paths = " or ".join(self._paths)
                 text = "no sidecar at %s (%s: %s); serving without the cache until it is back"
                 if not self._closing.is_set():
-                    self._log(logging.WARNING, text, paths, state, error)
+                    state = "lost" if session is not None else "absent"
+                    self._log(logging.WARNING, text, " or ".join(self._paths), state, error)
             except Exception as error:
                 # A bug must not end the thread, or the engine would never attach again.
                 text = "attaching to the sidecar failed unexpectedly: %r"
@@ -319,16 +323,15 @@ class Client:
             if isinstance(reply, Refused):
                 found = f"refused ({reply.code}): {reply.message}"
             raise ConnectionError(found)
-        index = IndexReader(received[0], reply.index_bytes) if scheduler else None
         return SidecarSession(
-            epoch=reply.epoch,
-            token=reply.token,
-            endpoint=reply.endpoint,
-            limits=reply.limits,
-            index_salt=reply.index_salt,
-            index=index,
-            context=attempt.context,
-            wants_events=attempt.message.want_events,
+            reply.epoch,
+            reply.token,
+            reply.endpoint,
+            reply.limits,
+            reply.index_salt,
+            IndexReader(received[0], reply.index_bytes) if scheduler else None,
+            attempt.context,
+            attempt.message.want_events,
         )
 
     def _index_moved(self, session: SidecarSession, moved: AttachReply, fds: list[int]) -> None:

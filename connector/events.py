@@ -47,9 +47,8 @@ class TierEvents:
     def __init__(self, *, blocks_max: int = BLOCKS_MAX) -> None:
         self._blocks_max = blocks_max
         self._session: object = None
-        self._received = 0
+        self._received, self._acknowledged = 0, -1
         """Messages of the session, and how many of them were acknowledged."""
-        self._acknowledged = -1
         self._published: dict[_Place, StoredEvent] = {}
         """The last event of each block, oldest first."""
         self._changes: list[TierEvent] = []
@@ -117,16 +116,11 @@ def _place(event: TierEvent) -> _Place:
     return (event.key[:EVENT_NAME_BYTES], event.tier, event.group)
 
 
-# vLLM's words. Imported late: the scheduler role runs in tests and benchmarks without vLLM.
-
-
+# vLLM is imported late: the scheduler role runs in tests and benchmarks without it.
 def vllm_events(
     events: Iterable[TierEvent], owner: Callable[[int], str], *, several_groups: bool
 ) -> list[KVCacheEvent]:
-    """Events of chunks as vLLM's events, in order, without tokens; consecutive chunks are joined.
-
-    `owner` gives the owner of a KV cache group's chunks.
-    """
+    """As vLLM's events, without tokens; consecutive chunks are joined. `owner` is by group."""
     runs: list[list[TierEvent]] = []
     for event in events:
         if runs and len(runs[-1]) < HASHES_PER_EVENT_MAX and _continues(runs[-1][-1], event):
@@ -175,10 +169,7 @@ def _vllm_event(
 
 
 def hits_event() -> KVCacheEvent:
-    """Tells the sidecar that vLLM publishes hits like new blocks, as a request asked for.
-
-    Names no block, so it means nothing to other subscribers.
-    """
+    """Tells the sidecar, and no other subscriber, that vLLM publishes hits like new blocks."""
     from vllm.distributed.kv_events import MEDIUM_GPU, BlockRemoved
 
     return BlockRemoved(block_hashes=[], medium=MEDIUM_GPU, ownership=HITS_OWNER)

@@ -1,10 +1,7 @@
 """Makes the KV cache memory of one worker mappable by the sidecar.
 
 CPU: while vLLM allocates the cache, its one `torch.zeros` returns a tensor over a memfd.
-
-CUDA: the allocation is exported whole, by a legacy IPC handle or, for memory of the virtual memory
-API, as a descriptor (`tiers/cuda/ipc_export.py`).
-
+CUDA: the allocation is exported whole (`tiers/cuda/ipc_export.py`).
 What cannot be shared (MIG, several allocations) is refused with the remedy.
 """
 
@@ -165,16 +162,10 @@ def export(
     *,
     stream: Callable[[], int] = _current_stream,
 ) -> ExportedMemory:
-    """Describe and share the KV cache that vLLM registered.
+    """Describe and share the KV cache that vLLM registered; raises one of `EXPORT_FAULTS`.
 
     `groups` are all KV cache groups, whose tensors may overlap. `stream` returns the handle of the
     CUDA stream that the engine's work is queued on.
-
-    Raises:
-        ExportRefused: the memory is not one allocation, or is of a kind that cannot be shared, or
-            attention kernels divide the scheduler's blocks.
-        LayoutError: the tensors do not form a layout.
-        OSError: `allocation` could not be made on a memfd.
     """
     tensors = [tensor for group in groups for tensor in group.tensors]
     kinds = {tensor.device.type for tensor in tensors}

@@ -23,23 +23,12 @@ CONNECTOR_OPTIONS: Final = (*_ATTACHING, "chunk_tokens", "load_tokens_min")
 CHUNK_TOKENS_FROM: Final = "chunk_tokens_from"
 """Set by `kvlake run` alone: the setting of the sidecar that `chunk_tokens` is from, for errors."""
 VLLM_OFFLOADING_OPTIONS: Final = (
-    "spec_name",
-    "spec_module_path",
-    "cpu_bytes_to_use",
-    "block_size",
-    "blocks_per_chunk",
-    "canonical_layout",
-    "offload_prompt_only",
-    "self_describing_kv_events",
-    "eviction_policy",
-    "cache_policy_module_path",
-    "store_threshold",
-    "max_tracker_size",
-    "secondary_tiers",
+    *("spec_name", "spec_module_path", "cpu_bytes_to_use", "block_size", "blocks_per_chunk"),
+    *("canonical_layout", "offload_prompt_only", "self_describing_kv_events", "eviction_policy"),
+    *("cache_policy_module_path", "store_threshold", "max_tracker_size", "secondary_tiers"),
     "backpressure",
     # From vLLM 0.33 on.
-    "tier_poll_interval_s",
-    "sync_load_budget_bytes",
+    *("tier_poll_interval_s", "sync_load_budget_bytes"),
 )
 """Options of vLLM's own offloading, in the same configuration."""
 OFFLOADING_OPTIONS: Final = (*VLLM_OFFLOADING_OPTIONS, *_ATTACHING, "adapters_by_path")

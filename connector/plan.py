@@ -1,7 +1,7 @@
 """What the scheduler role and the workers of one engine exchange in each step.
 
-Plain records without vLLM in them, pickled between vLLM's own processes; `vllm.py` wraps them in
-vLLM's classes. Jobs are already as a worker sends them to its sidecar.
+Plain records, pickled between vLLM's own processes; `vllm.py` wraps them in vLLM's classes. Jobs
+are already as a worker sends them to its sidecar.
 """
 
 from __future__ import annotations
@@ -55,14 +55,12 @@ class Load:
 
 @dataclass(slots=True)
 class Store:
-    """Chunks of one request that a step completes.
-
-    A worker stores them only if it has loaded `adapter_files` for vLLM's number `adapter_id`.
-    """
+    """Chunks of one request that a step completes."""
 
     job: StoreJob
     adapter_id: int = 0
     adapter_files: str = ""
+    """What a worker must have loaded for vLLM's `adapter_id` to store them."""
 
     @property
     def bytes_max(self) -> int:

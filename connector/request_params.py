@@ -1,7 +1,5 @@
 """What a request asks of the cache: `kv_transfer_params={"kvlake": {...}}`.
 
-Owns the parameters and their meaning. Does not own what follows from them (`scheduler/`).
-
 Invariant: a parameter that is not understood means less caching, never more and never an error. An
 invalid value turns off what it is about. An unknown parameter, which may be about anything, turns
 off everything.

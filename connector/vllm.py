@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -27,11 +27,8 @@ from connector.client import Attempt, Client, UncachedNotice
 from connector.events import events_endpoints, hits_event, vllm_events
 from connector.export import ExportedMemory, ExportRefused, GroupTensors, MemfdAllocation, export
 from connector.identity.adapters import LoadedAdapters
-from connector.identity.fingerprint import adapter_settings
-from connector.identity.groups import CachedGroup
 from connector.identity.mamba import states_of
-from connector.identity.namespace import digest_of
-from connector.identity.parallelism import this_place
+from connector.identity.namespace import adapter_settings
 from connector.identity.profile import EngineProfile
 from connector.metrics import KVLakePromMetrics, KVLakeStats
 from connector.options import CONNECTOR_OPTIONS, log_unknown_options
@@ -67,6 +64,7 @@ if TYPE_CHECKING:
     from connector.client import UncachedReason
 
 logger = logging.getLogger("vllm.kvlake")
+UNCACHED: Final = "kvlake: this engine is served without the cache, because %s"
 
 
 class KVLakeMetadata(KVConnectorMetadata):
@@ -112,10 +110,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         self._engine = EngineProfile(vllm_config, kv_cache_config)
         if self._engine.refusal:
             if role == KVConnectorRole.SCHEDULER:
-                logger.warning(
-                    "kvlake: this engine is served without the cache, because %s",
-                    self._engine.refusal,
-                )
+                logger.warning(UNCACHED, self._engine.refusal)
                 self._notify_uncached(self._engine.reason, self._engine.refusal)
         elif role == KVConnectorRole.SCHEDULER:
             transfer: Any = vllm_config.kv_transfer_config
@@ -166,11 +161,11 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             if engine.refusal:
                 # The scheduler may see less: of a group of unlike layers, one.
                 raise ExportRefused(engine.refusal)
-            place = this_place()
+            rank = engine.parallel_layout.this_rank()
             groups = [
                 GroupTensors(
                     [kv_caches[name] for name in group.layer_names],
-                    group.segment(engine.parallel_layout, place),
+                    group.segment(engine.parallel_layout, rank),
                     group.encoding,
                     group.entry_tokens,
                     group.geometry.block_tokens,
@@ -180,8 +175,8 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             return export(groups, self._allocation)
 
         def describe(exported: ExportedMemory) -> Attach:
-            number = engine.parallel_layout.number(this_place())
-            return engine.attach(Role.WORKER, number, exported, memory=exported.shared)
+            rank = engine.parallel_layout.this_rank()
+            return engine.attach(Role.WORKER, rank, exported, memory=exported.shared)
 
         self._worker = WorkerRole(
             share, lambda attempt: self._attached(Client(engine.sockets, attempt)), describe
@@ -266,13 +261,8 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         # As in vLLM's publisher: data parallel ranks of a dense model are all rank 0.
         index = vllm_config.parallel_config.data_parallel_index
         endpoint, replay = events_endpoints(events, index)
-        attach = engine.attach(
-            Role.SCHEDULER,
-            0,
-            want_events=self._wants_events,
-            events_endpoint=endpoint,
-            events_replay=replay,
-        )
+        parts: dict[str, Any] = {"events_endpoint": endpoint, "events_replay": replay}
+        attach = engine.attach(Role.SCHEDULER, 0, want_events=self._wants_events, **parts)
         client = self._attached(Client(engine.sockets, lambda: Attempt(attach)))
         if engine.media_refusal:
             logger.warning(
@@ -291,8 +281,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             beside_others=self._beside_others,
             adapters=json.dumps(adapters, sort_keys=True) if adapters else "",
         )
-        groups = [CachedGroup(digest_of(one.namespace), one.geometry) for one in engine.groups]
-        self._scheduler = SchedulerRole(client, groups, settings, gpu_block_pool)
+        self._scheduler = SchedulerRole(client, engine.groups, settings, gpu_block_pool)
         watch_engine_weights(self._scheduler)
 
     def on_new_request(self, request: Any) -> None:
@@ -308,9 +297,8 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond the engine's own hit; always asynchronously."""
-        if self._scheduler is None:
-            return 0, False
-        matched = self._scheduler.matched_tokens(request, num_computed_tokens)
+        role = self._scheduler
+        matched = role.matched_tokens(request, num_computed_tokens) if role is not None else 0
         return matched, bool(matched)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -324,11 +312,9 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             return KVLakeMetadata(StepPlan())
         state = scheduler_output.kv_connector_block_state
 
-        nothing: list[list[int]] = [[] for _ in self._engine.groups]
-
         def block_ids_of(request_id: str) -> Sequence[list[int]]:
             ids = state.get_block_ids(request_id) if state is not None else None
-            return ids if ids is not None else nothing
+            return [[] for _ in self._engine.groups] if ids is None else ids
 
         plan = self._scheduler.build_plan(
             scheduler_output.num_scheduled_tokens,
@@ -352,10 +338,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(metadata, KVLakeWorkerMetadata):
             self._scheduler.stores_ended(metadata.report)
             if metadata.report.refusal and not self._scheduler.retired:
-                logger.warning(
-                    "kvlake: this engine is served without the cache, because %s",
-                    metadata.report.refusal,
-                )
+                logger.warning(UNCACHED, metadata.report.refusal)
                 self._scheduler.retire()
 
     def request_finished(

@@ -1,63 +1,53 @@
-"""Defects of vLLM that kvlake works around: one entry each, and the code for most of them.
+"""Defects of vLLM that kvlake works around, and the code for most of them.
 
-An entry says what vLLM does, what is done about it, which of the supported releases (0.31 to 0.33)
-have the defect, and which promise or test shows that the workaround holds. Engines that are
+An entry says what vLLM does, what is done about it here, which of the supported releases (0.31 to
+0.33) have the defect, and which promise or test shows that the workaround holds. Engines that are
 declined for a defect are listed in `identity/eligibility.py` instead.
 
 Frames of callers are searched, and blocks lose their hashes, only where otherwise an ordinary
 engine would serve wrong KV, fail requests or not start. Knows vLLM and nothing of the cache.
 
-vLLM: A request that is preempted in the step that scheduled it leaves hashes of blocks that it
-    never computed in the prefix cache. With priority scheduling, other requests hit them.
-Here: `UncomputedBlocks` evicts them at the end of that step.
-In: 0.31 to 0.33. Shown by: withdrawn-blocks
-
-vLLM: `MultiConnector` does not show its children its `kv_load_failure_policy`. With "fail", a chunk
-    that is evicted between lookup and load fails the request.
-Here: `multi_connector_transfer` reads it from the frame of the constructor that makes the child,
-    and `recomputes_failed_loads` turns loads off.
-In: 0.31 to 0.33. Shown by: test_nothing_is_loaded_where_that_would_fail_requests
-
-vLLM: `MultiConnector` refuses to start if its children require different KV cache layouts, and a
-    child cannot tell that it is one.
-Here: `called_by_multi_connector` searches the callers. If it finds one, no layout is required.
-In: 0.31 to 0.33. Shown by: test_beside_other_connectors_no_layout_is_required
-
-vLLM: A worker reads the files of a LoRA adapter whenever the adapter is needed and not in memory,
-    and reports it to nobody.
-Here: `watch_adapter_loads` wraps the one method that all loads pass.
-In: 0.31 to 0.33. Shown by: adapters
-
-vLLM: Weights are replaced by calls through the engine core, or of a worker extension, which no
-    connector is notified of. The prefix cache is not reset.
-Here: `watch_engine_weights` and `WeightChanges` wrap these calls. The model is taken from the frame
-    of the runner that registers its KV caches. Writes to parameters without a call go unnoticed.
-In: 0.31 to 0.33. Shown by: weights-replaced, offloading-weights
+* A request that is preempted in the step that scheduled it leaves hashes of blocks that it never
+  computed in the prefix cache. With priority scheduling, other requests hit them. Here:
+  `UncomputedBlocks` evicts them at the end of that step. In: 0.31 to 0.33. Shown by:
+  withdrawn-blocks.
+* `MultiConnector` does not show its children its `kv_load_failure_policy`. With "fail", a chunk
+  that is evicted between lookup and load fails the request. Here: `multi_connector_transfer` reads
+  it from the frame of the constructor that makes the child, and `recomputes_failed_loads` turns
+  loads off. In: 0.31 to 0.33. Shown by: test_nothing_is_loaded_where_that_would_fail_requests.
+* `MultiConnector` refuses to start if its children require different KV cache layouts, and a child
+  cannot tell that it is one. Here: `called_by_multi_connector` searches the callers. If it finds
+  one, no layout is required. In: 0.31 to 0.33. Shown by:
+  test_beside_other_connectors_no_layout_is_required.
+* A worker reads the files of a LoRA adapter whenever the adapter is needed and not in memory, and
+  reports it to nobody. Here: `watch_adapter_loads` wraps the one method that all loads pass. In:
+  0.31 to 0.33. Shown by: adapters.
+* Weights are replaced by calls through the engine core, or of a worker extension, which no
+  connector is notified of. The prefix cache is not reset. Here: `watch_engine_weights` and
+  `WeightChanges` wrap these calls. The model is taken from the frame of the runner that registers
+  its KV caches. Writes to parameters without a call go unnoticed. In: 0.31 to 0.33. Shown by:
+  weights-replaced, offloading-weights.
 
 The others are of vLLM's own offloading. Their code is in `offloading/workarounds.py`, which needs
-interfaces of vLLM that engines with `KVLakeConnector` do not import.
+interfaces of vLLM that engines with `KVLakeConnector` do not import:
 
-vLLM: When a request with streaming input continues, its blocks are listed a second time behind the
-    first ones. What is stored from then on is KV of other tokens.
-Here: `OffloadedRequests.excluded`: of a request that is scheduled as new twice, nothing is stored.
-In: 0.31, 0.32. Shown by: streaming-input
-
-vLLM: The engine ends if a request that a reset preempted is loaded in the same step.
-Here: `OffloadedRequests.must_wait` postpones the lookup by a step.
-In: 0.31, 0.32. Shown by: offloading-reset
-
-vLLM: After a reset, KV that running requests computed from what was reset is stored.
-Here: `OffloadedRequests.reset` excludes the requests that may have KV.
-In: 0.31 to 0.33. Shown by: offloading-reset
-
-vLLM: To make room for a chunk from a lower tier, the host tier evicts a chunk that it has just
-    found for the same request. It is then carried again and again, or its load ends the engine.
-Here: `guard_tiers` touches each chunk at its first hit.
-In: 0.31 to 0.33. Shown by: offloading-long-prompt
-
-vLLM: The file of the host tier in /dev/shm outlives an engine that is killed.
-Here: `disown_region` and `unlink_region` remove its name once all workers have mapped it.
-In: 0.31 to 0.33. Shown by: test_no_file_outlives_the_start
+* When a request with streaming input continues, its blocks are listed a second time behind the
+  first ones. What is stored from then on is KV of other tokens. Here: `OffloadedRequests.excluded`:
+  of a request that is scheduled as new twice, nothing is stored. In: 0.31, 0.32. Shown by:
+  streaming-input.
+* The engine ends if a request that a reset preempted is loaded in the same step. Here:
+  `OffloadedRequests.must_wait` postpones the lookup by a step. In: 0.31, 0.32. Shown by:
+  offloading-reset.
+* After a reset, KV that running requests computed from what was reset is stored. Here:
+  `OffloadedRequests.reset` excludes the requests that may have KV. In: 0.31 to 0.33. Shown by:
+  offloading-reset.
+* To make room for a chunk from a lower tier, the host tier evicts a chunk that it has just found
+  for the same request. It is then carried again and again, or its load ends the engine. Here:
+  `guard_tiers` touches each chunk at its first hit. In: 0.31 to 0.33. Shown by:
+  offloading-long-prompt.
+* The file of the host tier in /dev/shm outlives an engine that is killed. Here: `disown_region` and
+  `unlink_region` remove its name once all workers have mapped it. In: 0.31 to 0.33. Shown by:
+  test_no_file_outlives_the_start.
 """
 
 from __future__ import annotations
@@ -93,10 +83,7 @@ def _callers() -> Iterator[Mapping[str, Any]]:
 
 
 class UncomputedBlocks:
-    """How far each request was scheduled, and which cached blocks lie beyond that.
-
-    `block_pool` is vLLM's, which has `num_groups` KV cache groups.
-    """
+    """How far each request was scheduled, and which blocks in vLLM's pool lie beyond that."""
 
     def __init__(self, block_pool: Any, num_groups: int) -> None:
         self._block_pool = block_pool
@@ -114,11 +101,7 @@ class UncomputedBlocks:
         self._reached.pop(request_id, None)
 
     def step(self, scheduled: Mapping[str, int], preempted: Iterable[str]) -> None:
-        """Evict what preempted requests did not compute.
-
-        `scheduled` is how many tokens each request computes in this step. `preempted` requests lost
-        their blocks, some after they were scheduled.
-        """
+        """Evict what `preempted` requests did not compute; others compute `scheduled` tokens."""
         for request_id in preempted:
             reached = self._reached.pop(request_id, None)
             if reached is not None:
@@ -131,10 +114,8 @@ class UncomputedBlocks:
                 self._reached[request_id] = min(computed, request.num_tokens)
 
     def _evict_from(self, request: Any, num_tokens: int) -> None:
-        """Evict all blocks with hashes of a request beyond `num_tokens`.
-
-        Of two blocks with one hash one may be right; which is not known.
-        """
+        """Evict all blocks with hashes of a request beyond `num_tokens`."""
+        # One of two blocks with the same hash may be right; which is not known.
         pool = self._block_pool
         for block_hash in request.block_hashes[num_tokens // pool.hash_block_size :]:
             for group in range(self._num_groups):
@@ -151,10 +132,7 @@ class UncomputedBlocks:
 
 
 def multi_connector_transfer() -> Any | None:
-    """`kv_transfer_config` of the `MultiConnector` whose constructor is running; None without one.
-
-    To be called while its child is made.
-    """
+    """`kv_transfer_config` of the `MultiConnector` that makes this child; None without one."""
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
     for variables in _callers():
@@ -168,15 +146,12 @@ def called_by_multi_connector() -> bool:
     """Whether a class method is being called by one of `MultiConnector`, for its children."""
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-    owners = [variables.get("cls") for variables in _callers()]
+    owners = (variables.get("cls") for variables in _callers())
     return any(isinstance(owner, type) and issubclass(owner, MultiConnector) for owner in owners)
 
 
 def recomputes_failed_loads(transfer: Any, outer: Any | None) -> bool:
-    """Whether vLLM computes what could not be loaded. A lone connector is set to do so.
-
-    `transfer` is the connector's `kv_transfer_config`, `outer` that of its `MultiConnector`.
-    """
+    """Whether vLLM computes what could not be loaded. A connector without `outer` is set to."""
     if outer is None:
         if transfer.kv_load_failure_policy != "recompute":
             # vLLM reads this after it made the connector.
@@ -195,7 +170,6 @@ def recomputes_failed_loads(transfer: Any, outer: Any | None) -> bool:
 
 
 # --- LoRA adapters -----------------------------------------------------------------------------
-
 
 _adapter_listeners: Final = weakref.WeakSet[Any]()
 
@@ -227,8 +201,6 @@ WEIGHT_CALLS: Final = (
     "reset_weights",
 )
 """Methods of vLLM's worker that replace weights, in the releases that have them."""
-
-
 _engine_listeners: Final = weakref.WeakSet[Any]()
 _worker_listeners: Final = weakref.WeakSet[Any]()
 
@@ -243,7 +215,6 @@ class WeightChanges:
 
     def __init__(self) -> None:
         self._known = 0
-        """Changes that the scheduler knew of with the last plan."""
         self._changed = self._reported = False
 
     def watch(self) -> None:

@@ -65,12 +65,7 @@ class TransferResults:
 
 
 class WorkerRole:
-    """One rank's end of the connector.
-
-    Args:
-        export: shares the rank's KV memory as it is now; raises one of `EXPORT_FAULTS`.
-        describe: builds the `Attach` from what was exported.
-    """
+    """One rank's end. `export` shares its KV memory as it is now, or raises `EXPORT_FAULTS`."""
 
     def __init__(
         self,
@@ -168,9 +163,7 @@ class WorkerRole:
                 self._end(job, Outcome.FAILED)
             return
         assert self.client is not None
-        now = self._clock()
-        load_deadline = now + session.limits.load_deadline_ms_max / 1000
-        store_deadline = now + session.limits.store_deadline_ms_max / 1000
+        now, limits = self._clock(), session.limits
         size_of = attrgetter("bytes_max")
         for batch in batches(jobs, size_of, JOBS_BYTES_MAX, JOBS_PER_MESSAGE_MAX):
             loads = [job.job for job in batch if isinstance(job, Load)]
@@ -180,8 +173,9 @@ class WorkerRole:
                 if not sent:
                     self._end(job, Outcome.FAILED)
                     continue
-                deadline = load_deadline if isinstance(job, Load) else store_deadline
-                self.outstanding[job.job.job_id] = _Outstanding(job, deadline, fence)
+                load = isinstance(job, Load)
+                wait_ms = limits.load_deadline_ms_max if load else limits.store_deadline_ms_max
+                self.outstanding[job.job.job_id] = _Outstanding(job, now + wait_ms / 1000, fence)
 
     def _signal(self, fence: WorkerFence) -> bool:
         """Have the page show when this step's work is done; False if it never will.
@@ -201,8 +195,7 @@ class WorkerRole:
         """Everything that ended since the last call. Call once per step.
 
         In a step that computes nothing this waits a moment for an answer if any rank or lookup
-        does: vLLM repeats such a step at once, and two spinning workers on two cores kept a sidecar
-        from running for seconds.
+        does: vLLM repeats such a step at once, and spinning workers kept a sidecar from running.
         """
         self._refresh_session()
         client = self.client

@@ -1,11 +1,9 @@
 """LoRA adapters: which files a request's adapter has, and which files the workers loaded.
 
-An adapter is what its files hold. The scheduler reads them when the first request arrives. Workers
-read them at other times: before that request (`add_lora`), or again after vLLM dropped the adapter
-for others (`max_cpu_loras`). So two things are checked: before each load the files must be those
-that the request's keys were made of, and the workers must report that they loaded the same.
-
-`Adapters` is the scheduler's side, `LoadedAdapters` a worker's. Neither owns requests.
+An adapter is what its files hold. The scheduler reads them when the first request arrives, workers
+before that (`add_lora`), or again after vLLM dropped the adapter for others (`max_cpu_loras`). So
+two things are checked: before each load the files must be those that the request's keys were made
+of, and the workers must report that they loaded the same.
 
 Invariants: nothing is loaded for a request before all ranks reported its adapter. If files change
 under a `lora_int_id`, nothing of that number is cached any more, because vLLM continues from its
@@ -15,7 +13,6 @@ own KV of the old files.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from connector.identity.weights import WeightsUnknown, read_adapter, same_adapter
@@ -32,31 +29,18 @@ UNKNOWN: Final = "unknown"
 """The digest of files that changed while vLLM read them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """An adapter of one request: `files` as workers know it, `identity` as keys do."""
-
-    files: str = ""
-    identity: str = ""
-
-
-NO_ADAPTER: Final = Adapter()
-
-
 def files_identity(digest: str, lora: Any) -> str:
     """The files, and how vLLM is told to read them."""
     return digest + ",3d" * bool(lora.is_3d_lora_weight)
 
 
 class Adapters:
-    """The adapters of an engine, by `lora_int_id`.
+    """The scheduler's side: the adapters of an engine, by `lora_int_id`.
 
-    `settings` is how adapters are applied, if not in the default way. `void` makes requests of a
-    number void, except those that have these files.
+    `void` makes requests of a number void, except those that have these files.
     """
 
-    def __init__(self, settings: str, world_size: int, void: Callable[[int, str], None]) -> None:
-        self._settings = settings
+    def __init__(self, world_size: int, void: Callable[[int, str], None]) -> None:
         self._world_size = world_size
         self._void = void
         self._read: dict[tuple[str, str, int], AdapterFiles] = {}
@@ -69,10 +53,10 @@ class Adapters:
         """What all ranks loaded last for each number."""
         self._loaded_in_place: dict[int, str] = {}
 
-    def of(self, lora: Any) -> Adapter | None:
-        """The adapter of a request that arrives; None if it is not cached."""
+    def of(self, lora: Any) -> str | None:
+        """The files of an arriving request's adapter, "" without one; None: it is not cached."""
         if lora is None:
-            return NO_ADAPTER
+            return ""
         number = int(lora.lora_int_id)
         if number in self._stopped:
             return None
@@ -94,7 +78,7 @@ class Adapters:
         if loaded != files and not lora.load_inplace:
             self._stop(number, f"vLLM loaded other files for adapter {lora.lora_name}")
             return None
-        return Adapter(files, files + self._settings)
+        return files
 
     def unchanged(self, lora: Any, files: str) -> bool:
         """Whether the files of a request's adapter still are those that its keys were made of."""

@@ -1,8 +1,7 @@
 """Which engines may use the cache. Each function returns why one may not, or an empty string.
 
-An engine that cannot be cached safely serves without the cache, and vLLM's log gives the reason in
-one line. Each role decides for itself, from vLLM's configuration alone. vLLM shows a
-worker more of it: if only the worker finds a reason, it reports that with its first step.
+Each role decides for itself, from vLLM's configuration alone. vLLM shows a worker more of it: if
+only the worker finds a reason, it reports that with its first step.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
 
 from connector.identity.groups import FULL, RECURRENT, Attention, whole_blocks
 from connector.identity.mamba import ALIGNED, is_recurrent, mamba_unsupported_reason
-from connector.identity.parallelism import Place, parallel_layout_of
+from connector.identity.parallelism import parallel_layout_of
 from connector.identity.speculative import WITHOUT_LAYERS, speculation_unsupported_reason
 from sidecar.protocol import GROUPS_MAX
 from tiers.errors import LayoutError
@@ -89,11 +88,11 @@ def _ranks_unsupported_reason(vllm_config: Any, groups: Sequence[Any]) -> str:
     layout = parallel_layout_of(vllm_config)
     for group in groups:
         spec = group.kv_cache_spec
-        # A worker is shown its own stage's layers, and asks for its own place when it shares them.
-        place = Place(layout.stage_of(group.layer_names))
+        # A worker is shown its own stage's layers, and asks for its own rank when it shares them.
+        rank = layout.first_rank_of(group.layer_names)
         latent = isinstance(spec, MLAAttentionSpec)
         try:
-            layout.segment(group.layer_names, num_heads_of(vllm_config, spec), place, latent=latent)
+            layout.segment(group.layer_names, num_heads_of(vllm_config, spec), rank, latent=latent)
         except LayoutError as error:
             return str(error)
     return ""
@@ -111,10 +110,7 @@ def _stages_unsupported_reason(vllm_config: Any, num_groups: int) -> str:
 
 
 def nodes_unsupported_reason(vllm_config: Any) -> str:
-    """Why ranks of this engine would not all attach to one sidecar, or nothing.
-
-    A chunk is complete when one sidecar has the segments of all ranks.
-    """
+    """Why ranks would not all attach to one sidecar, which completes chunks, or nothing."""
     parallel = vllm_config.parallel_config
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         return (
@@ -151,10 +147,7 @@ def _ray_nodes(placement_group: Any) -> set[str]:
 def chunk_tokens_unsupported_reason(
     chunk_tokens: int, block_sizes: Iterable[int], setting: str
 ) -> str:
-    """Why chunks of this many tokens do not fit blocks of these sizes, or nothing.
-
-    `setting` is the setting with its value, as the operator gave it.
-    """
+    """Why chunks do not fit blocks of these sizes, or nothing; `setting` is as it was given."""
     sizes = sorted(set(block_sizes))
     step = lcm(*sizes)
     if chunk_tokens % step == 0:
@@ -168,10 +161,9 @@ def chunk_tokens_unsupported_reason(
 
 
 def prefix_unsupported_reason(vllm_config: Any, specs: Iterable[Any]) -> str:
-    """Why an engine cannot continue from the KV of a prefix, or nothing.
+    """Why an engine cannot continue from the KV of a prefix, or nothing; `specs` are of layers.
 
-    vLLM turns its own prefix caching off then, but still offers requests to a connector. `specs`
-    are those of the single layers.
+    vLLM turns its own prefix caching off then, but still offers requests to a connector.
     """
     # Not at import: vLLM imports this module in its front end, which must not pick a platform.
     from vllm.platforms import CpuArchEnum, current_platform
@@ -260,8 +252,7 @@ def fault_tolerance_unsupported_reason(vllm_config: Any) -> str:
 def host_tier_rows_unsupported_reason(vllm_config: Any, num_groups: int) -> str:
     """Why workers would overwrite each other's rows of vLLM's host tier, or nothing.
 
-    Each worker takes a row to be as many times its own part as there are workers, so all parts must
-    have the same size.
+    Each worker takes all parts of a row to be as large as its own.
     """
     if reason := _stages_unsupported_reason(vllm_config, num_groups):
         return reason
@@ -282,7 +273,7 @@ def host_tier_chunks_unsupported_reason(
     """Why vLLM's host tier would hold chunks that were only partly written, or nothing.
 
     Up to vLLM 0.32 it checks only the last block of a chunk. The others may have left a sliding
-    window or an attention chunk. `specs` are those of the single layers.
+    window or an attention chunk.
     """
     if blocks_per_chunk == 1 or SINCE_VLLM_0_33:
         return ""
@@ -309,8 +300,7 @@ def prefix_match_unsupported_reason(
     """Why vLLM's offloading cannot have another tier below its host tier, or nothing.
 
     It looks up hits within a block of recurrent layers after other hits, and loads them even if
-    what was carried for them evicted them. `specs` are those of the single layers, `block_tokens`
-    the tokens of their blocks.
+    what was carried for them evicted them.
     """
     unit = vllm_config.cache_config.prefix_match_unit
     if unit is None or unit >= block_tokens or not any(is_recurrent(spec) for spec in specs):

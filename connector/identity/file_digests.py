@@ -1,9 +1,9 @@
 """Digests of whole weight files, each computed once per version of a file on a node.
 
-Owns the reading of files that may have a hundred gigabytes, by a few threads, and the cache of
-their digests in the user's cache folder. An entry's key is a stamp: path, device, inode, size and
-times of a file. A change of the file changes one of these, and the time of the last change (ctime)
-cannot be set back. If the folder cannot be used, every process reads for itself.
+Owns the reading of files of a hundred gigabytes, and the cache of their digests in the user's cache
+folder. An entry's key is a stamp: path, device, inode, size and times of a file. A change of the
+file changes one of these, and ctime cannot be set back. If the folder cannot be used, every process
+reads for itself.
 
 Invariants: of processes that start together one reads, and the others wait for it. A file that
 changes while it is read has no digest. A file that was changed just now is not remembered, because
@@ -12,7 +12,6 @@ a second change within the same tick of the clock would not show.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
+from filelock import FileLock, Timeout
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Iterable, Sequence
@@ -42,10 +42,7 @@ _HexDigest = Annotated[str, msgspec.Meta(min_length=64, max_length=64)]
 
 
 def digests_of(paths: Sequence[Path], *, remember: bool = True) -> list[str]:
-    """Hex sha256 of each file; raises `OSError`.
-
-    Without `remember` no other process is waited for, and the cache folder is not used.
-    """
+    """Hex sha256 of each file; `remember`: use the cache folder, and wait for other processes."""
     folder = _cache_folder() if remember else None
     if folder is None:
         return _read_all(paths)
@@ -96,11 +93,9 @@ def file_digest(path: Path) -> str:
 
 
 def file_stamp(path: Path) -> str:
-    """A string that differs once the file was changed; raises `OSError`.
-
-    The file is opened for it: then NFS asks the server for its current state.
-    """
+    """A string that differs once the file was changed; raises `OSError`."""
     real = path.resolve(strict=True)
+    # Opened, so that NFS asks the server for its current state.
     file = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         status = os.fstat(file)
@@ -147,21 +142,10 @@ def _remember(place: Path, entries: dict[str, str]) -> None:
 @contextmanager
 def _alone(path: Path) -> Generator[None]:
     """Hold a lock against other processes of this user that read weights, if it can be had."""
+    lock = FileLock(path, WAIT_SECONDS_MAX, mode=0o600)
+    with suppress(OSError, NotImplementedError, Timeout):
+        lock.acquire()
     try:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except OSError:
-        yield
-        return
-    try:
-        deadline = time.monotonic() + WAIT_SECONDS_MAX
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.05)
-            except OSError:
-                break
         yield
     finally:
-        os.close(lock)
+        lock.release()

@@ -5,10 +5,7 @@ full-attention layer reads all of them, a sliding window its tail, chunked local
 current chunk, and a recurrent layer (Mamba, linear attention, short convolutions) the state after
 exactly N tokens, which is in the block that ends there. vLLM allocates no block for what is never
 read again. So a hit of N tokens needs from every group the blocks that it still reads, and no
-others.
-
-Owns that rule, the chunk size that fits a group, and the search for the longest hit. Pure: knows
-neither vLLM nor the index.
+others. Pure: knows neither vLLM nor the index.
 """
 
 from __future__ import annotations
@@ -41,10 +38,7 @@ class Attention:
         return not self.window and not self.local and not self.recurrent
 
     def unread(self, num_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """How many of the first `num_tokens` tokens are not read by the next one or any later.
-
-        The same as `get_num_skipped_tokens` of vLLM's managers.
-        """
+        """How many of the first tokens are not read again, as vLLM's `get_num_skipped_tokens`."""
         if self.window:
             return np.maximum(num_tokens - self.window + 1, 0)
         if self.local:
@@ -107,10 +101,7 @@ def chunk_tokens_of(chunk_tokens: int, block_tokens: int, attention: Attention) 
 
 
 def whole_blocks(num_tokens: int, block_sizes: Iterable[int]) -> int:
-    """`num_tokens` rounded up to whole blocks in every group.
-
-    vLLM makes blocks of recurrent models as large as a state, such as 528 tokens.
-    """
+    """`num_tokens` rounded up to whole blocks in every group; some have hundreds of tokens."""
     step = lcm(*block_sizes)
     return -(-num_tokens // step) * step
 

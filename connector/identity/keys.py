@@ -1,7 +1,6 @@
 """Keys of one request's chunks: a sha256 chain over token ids and all else that shapes their KV.
 
-Owns the definition of a key: these tokens, after that parent, under this namespace, with these
-extras. Two requests share KV exactly as far as their keys are equal.
+Two requests share KV exactly as far as their keys are equal.
 
 * The root is a hash of the namespace, the cache salt and the LoRA adapter: tenants with different
   salts never share a key, not even the first.

@@ -3,12 +3,11 @@
 Such a layer keeps a state of constant size instead of keys and values of each token. In its cache
 mode `align` vLLM leaves the state at the end of a block in that block, and reports once to
 connectors which it keeps, by default where prompts end and where they part; later they are found in
-its prefix cache (`stores.states_held`). A hit needs only the state, so a state is a chunk of one
-block, under a key over all tokens before it.
+its prefix cache. A hit needs only the state, so a state is a chunk of one block, under a key over
+all tokens before it.
 
-Owns which engines with such layers are cached, and what makes states of one engine right in
-another. A state is opaque bytes of one rank's part of the layer, whose layout only its kernels
-know. So it is only copied, and only engines with the same ranks share it.
+A state is opaque bytes of one rank's part of the layer, whose layout only its kernels know. So it
+is only copied, and only engines with the same ranks share it.
 """
 
 from __future__ import annotations
@@ -135,7 +134,4 @@ def states_of(block_state: Any) -> Mapping[str, Sequence[State]]:
     Their blocks hold them from the end of the step on, and are not written again. They stay only if
     a reference is taken at once.
     """
-    states: Mapping[str, Sequence[State]] = (
-        {} if block_state is None else block_state.boundary_state_offloads
-    )
-    return states
+    return {} if block_state is None else block_state.boundary_state_offloads

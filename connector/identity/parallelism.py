@@ -18,14 +18,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A rank among the ranks of its engine: pipeline stage, and tensor-parallel rank in it."""
-
-    stage: int = 0
-    tensor: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class ParallelLayout:
     """How an engine divides its model: into stages of layers, and their heads over ranks."""
 
@@ -37,39 +29,39 @@ class ParallelLayout:
     @property
     def is_even(self) -> bool:
         """Whether all stages hold the same number of layers."""
-        sizes = {len(self._layers(stage)) for stage in range(self.stages)}
-        return len(sizes) == 1
+        return len({len(self._layers(stage)) for stage in range(self.stages)}) == 1
 
-    def number(self, place: Place) -> int:
-        """The rank's number in its engine."""
-        return place.stage * self.tensors + place.tensor
+    def this_rank(self) -> int:
+        """The number of this process among the ranks of its engine."""
+        from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+
+        stage = int(get_pp_group().rank_in_group)
+        return stage * self.tensors + int(get_tensor_model_parallel_rank())
 
     def topology(self, replicas: int) -> str:
-        """Its name. Engines with the same name share segments.
-
-        Ranks that hold copies do not count: they read what an engine without them stored.
-        """
+        """Its name, without ranks that hold copies. Engines with the same name share segments."""
         name = f"tp{self.tensors // replicas}"
         return f"pp{self.stages}{name}" if self.stages > 1 else name
 
     def segment(
-        self, layer_names: Sequence[str], num_heads: int, place: Place, *, latent: bool = False
+        self, layer_names: Sequence[str], num_heads: int, rank: int, *, latent: bool = False
     ) -> Segment:
         """Layers and heads of a rank. Raises `LayoutError`.
 
         `latent` is MLA: one vector per token instead of heads, of which every rank has all.
         """
-        first_layer = self._first_layer(layer_names, place.stage)
+        stage, tensor = divmod(rank, self.tensors)
+        first_layer = self._first_layer(layer_names, stage)
         if latent:
             return Segment(first_layer, len(layer_names), 0, 1)
         return head_segment(
-            len(layer_names), num_heads, place.tensor, self.tensors, first_layer=first_layer
+            len(layer_names), num_heads, tensor, self.tensors, first_layer=first_layer
         )
 
-    def stage_of(self, layer_names: Sequence[str]) -> int:
-        """The stage with these layers; the first one if no stage has them."""
-        holding = (stage for stage in range(self.stages) if self._holds(layer_names, stage))
-        return next(holding, 0)
+    def first_rank_of(self, layer_names: Sequence[str]) -> int:
+        """The first rank of the stage with these layers; 0 if no stage has them."""
+        stages = (stage for stage in range(self.stages) if self._holds(layer_names, stage))
+        return next(stages, 0) * self.tensors
 
     def _first_layer(self, layer_names: Sequence[str], stage: int) -> int:
         if self.stages == 1:
@@ -103,10 +95,3 @@ def parallel_layout_of(vllm_config: Any) -> ParallelLayout:
         tensors=int(parallel.tensor_parallel_size),
         num_layers=int(vllm_config.model_config.get_total_num_hidden_layers()),
     )
-
-
-def this_place() -> Place:
-    """Where this process is among the ranks of its engine."""
-    from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
-
-    return Place(int(get_pp_group().rank_in_group), int(get_tensor_model_parallel_rank()))

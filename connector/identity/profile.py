@@ -19,7 +19,7 @@ from connector.identity.eligibility import (
     num_heads_of,
     unsupported_reason,
 )
-from connector.identity.groups import Geometry, chunk_tokens_of, whole_blocks
+from connector.identity.groups import CachedGroup, Geometry, chunk_tokens_of, whole_blocks
 from connector.identity.namespace import digest_of, encoding_of, namespace_of, served_as
 from connector.identity.parallelism import parallel_layout_of
 from connector.identity.speculative import speculation_of
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from connector.client import UncachedReason
     from connector.export import ExportedMemory
-    from connector.identity.parallelism import ParallelLayout, Place
+    from connector.identity.parallelism import ParallelLayout
     from tiers.kv.layout import KVLayout, Segment
 
 
@@ -41,15 +41,14 @@ CHUNK_TOKENS: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
-class EngineGroup:
-    """One KV cache group."""
+class EngineGroup(CachedGroup):
+    """A group as workers share it."""
 
+    namespace: bytes
     layer_names: list[str]
-    geometry: Geometry
     num_heads: int
     encoding: str
-    namespace: bytes
-    latent: bool = False
+    latent: bool
     """MLA: one vector per token instead of heads, which every rank holds."""
 
     @property
@@ -57,9 +56,9 @@ class EngineGroup:
         """Tokens per entry of a block."""
         return self.geometry.block_tokens if self.geometry.attention.recurrent else 1
 
-    def segment(self, layout: ParallelLayout, place: Place) -> Segment:
+    def segment(self, layout: ParallelLayout, rank: int) -> Segment:
         """Layers and heads of a rank. Raises `LayoutError`."""
-        return layout.segment(self.layer_names, self.num_heads, place, latent=self.latent)
+        return layout.segment(self.layer_names, self.num_heads, rank, latent=self.latent)
 
 
 class EngineProfile:
@@ -75,10 +74,9 @@ class EngineProfile:
             int(group.kv_cache_spec.block_size) for group in kv_cache_config.kv_cache_groups
         ]
         chunk_tokens = option(extra, "chunk_tokens", whole_blocks(CHUNK_TOKENS, block_sizes))
-        parallel = vllm_config.parallel_config
         self.engine_id = str(transfer.engine_id)
         self.parallel_layout = parallel_layout_of(vllm_config)
-        self.world_size = int(parallel.world_size)
+        self.world_size = int(vllm_config.parallel_config.world_size)
         self.num_blocks = int(kv_cache_config.num_blocks)
         self.reason: UncachedReason = "unsupported"
         """The label of a refusal in the sidecar's metrics."""
@@ -91,11 +89,11 @@ class EngineProfile:
             self.reason = "chunk_tokens"
             return
         groups = kv_cache_config.kv_cache_groups
-        alone = len(groups) == 1
         try:
             self.speculation = speculation_of(vllm_config)
             self.groups = [
-                self._group(vllm_config, group, chunk_tokens, alone=alone) for group in groups
+                self._group(vllm_config, group, chunk_tokens, alone=len(groups) == 1)
+                for group in groups
             ]
         except (WeightsUnknown, OSError) as error:
             self.refusal, self.reason = str(error), "weights"
@@ -127,13 +125,19 @@ class EngineProfile:
             kv_heads=num_heads,
             drafter=self.speculation.drafter,
         )
-        encoding = encoding_of(vllm_config, block_tokens, spec)
-        latent = isinstance(spec, MLAAttentionSpec)
-        return EngineGroup(layer_names, geometry, num_heads, encoding, namespace, latent)
+        return EngineGroup(
+            digest_of(namespace),
+            geometry,
+            namespace,
+            layer_names,
+            num_heads,
+            encoding_of(vllm_config, block_tokens, spec),
+            isinstance(spec, MLAAttentionSpec),
+        )
 
     def owner(self, group: int) -> str:
         """Owner of a group's chunks in KV cache events."""
-        return tiers_owner(digest_of(self.groups[group].namespace), self.topology)
+        return tiers_owner(self.groups[group].namespace_digest, self.topology)
 
     def attach(
         self, role: Role, rank: int, exported: ExportedMemory | None = None, **parts: Any
@@ -159,11 +163,11 @@ class EngineProfile:
             model=self.model,
             groups=tuple(
                 Group(
-                    namespace=group.namespace,
-                    block_tokens=group.geometry.block_tokens,
-                    blocks_per_chunk=group.geometry.blocks_per_chunk,
-                    segment=None if layout is None else layout.segment,
-                    layout=layout,
+                    group.namespace,
+                    group.geometry.block_tokens,
+                    group.geometry.blocks_per_chunk,
+                    None if layout is None else layout.segment,
+                    layout,
                 )
                 for group, layout in zip(others, layouts[1:], strict=True)
             ),

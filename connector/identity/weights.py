@@ -136,16 +136,13 @@ class AdapterFiles:
     path: str
     digest: str
     stamps: list[str]
-    settled: bool
-    """They were old enough by then that a later change shows in their stamps."""
+    """Empty if a later change might not have shown in them."""
 
 
 def read_adapter(path: str) -> AdapterFiles:
     """Read all files of an adapter.
 
-    Raises:
-        WeightsUnknown: it is not known which files vLLM loads.
-        OSError: its files are there and cannot be read, or change meanwhile.
+    Raises `WeightsUnknown`, and `OSError` if they cannot be read, or change meanwhile.
     """
     began = time.time()
     folder, found = _adapter_files(path)
@@ -155,15 +152,12 @@ def read_adapter(path: str) -> AdapterFiles:
     again, found = _adapter_files(path)
     if again != folder or _stamps(found) != stamps:
         raise OSError(f"{path} was changed while it was read")
-    return AdapterFiles(path, digest, stamps, stamps_settled(stamps, began))
+    return AdapterFiles(path, digest, stamps if stamps_settled(stamps, began) else [])
 
 
 def same_adapter(files: AdapterFiles) -> bool:
-    """Whether no file of an adapter was changed, added or removed since; false if it is not known.
-
-    Cheap enough for each request. Raises as `read_adapter` does.
-    """
-    return files.settled and _stamps(_adapter_files(files.path)[1]) == files.stamps
+    """Whether its files are known to be unchanged; for each request. Raises as `read_adapter`."""
+    return bool(files.stamps) and _stamps(_adapter_files(files.path)[1]) == files.stamps
 
 
 def _stamps(found: list[tuple[Path, bool]]) -> list[str]:
@@ -187,8 +181,8 @@ def _adapter_files(path: str) -> tuple[Path, list[tuple[Path, bool]]]:
 def _downloaded(hub_id: str) -> Path:
     """The only snapshot of a hub's repository that vLLM can load; raises `WeightsUnknown`.
 
-    vLLM may load it at any time, and loads what the hub has then. What a worker has loaded, or
-    will, is known only offline and with a single snapshot.
+    vLLM may load it at any time, and loads what the hub has then: offline, with a single snapshot,
+    that is known.
     """
     import huggingface_hub
 
@@ -252,10 +246,7 @@ def _digest_of(
 
 
 def _folders(folder: Path) -> list[Path]:
-    """A model's folder and its subfolders that vLLM may read: towers, packages of code.
-
-    Without those of adapters, which have an identity of their own.
-    """
+    """A model's folder and subfolders that vLLM may read (towers, code), but not of adapters."""
     found = level = [folder]
     for _ in range(_DEPTH_MAX):
         level = [

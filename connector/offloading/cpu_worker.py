@@ -1,8 +1,7 @@
-"""Copies between the KV cache of a CPU engine and vLLM's host tier.
+"""Copies between the KV cache of a CPU engine and vLLM's host tier, in the order of submission.
 
-vLLM's own worker needs CUDA streams. This one copies in a thread, in the order of submission, and
-knows the same two layouts of the host tier: each worker's pages side by side, or the canonical
-pages that vLLM's mappings describe.
+vLLM's own worker needs CUDA streams. This one knows the same two layouts of the host tier: each
+worker's pages side by side, or the canonical pages that vLLM's mappings describe.
 
 Invariants: sub-block j of a row is the j-th block of its chunk in every tensor; what a job does not
 cover is not touched; `wait` returns once the copies of its jobs are over, and copies depend only on
@@ -81,7 +80,9 @@ class HostCopyWorker(OffloadingWorker):
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
     ) -> bool:
         """Copy blocks of the cache to rows of the host tier."""
-        return self._submit(self._thread, job_id, src_spec, dst_spec, store=True)
+        pieces = list(self._pieces(src_spec, dst_spec))
+        self._jobs[job_id] = self._thread.submit(self._copy, job_id, pieces, store=True)
+        return True
 
     def submit_load(
         self,
@@ -95,25 +96,16 @@ class HostCopyWorker(OffloadingWorker):
         vLLM 0.33 delays a step for an `expedited` load, so that waits for no other copies.
         """
         thread = self._expedited if expedited else self._thread
-        return self._submit(thread, job_id, dst_spec, src_spec, store=False)
-
-    def _submit(
-        self,
-        thread: ThreadPoolExecutor,
-        job_id: int,
-        blocks: GPULoadStoreSpec,
-        chunks: LoadStoreSpec,
-        *,
-        store: bool,
-    ) -> bool:
-        assert isinstance(chunks, BlockIDsLoadStoreSpec)
-        pieces = list(self._pieces(blocks, chunks.block_ids.astype(np.int64)))
-        self._jobs[job_id] = thread.submit(self._copy, job_id, pieces, store=store)
+        pieces = list(self._pieces(dst_spec, src_spec))
+        self._jobs[job_id] = thread.submit(self._copy, job_id, pieces, store=False)
         return True
 
-    def _pieces(self, blocks: GPULoadStoreSpec, chunk_ids: Ids) -> Iterator[tuple[int, Ids, Ids]]:
+    def _pieces(
+        self, blocks: GPULoadStoreSpec, chunks: LoadStoreSpec
+    ) -> Iterator[tuple[int, Ids, Ids]]:
         """For each group: number, block ids, and where each block is: row × blocks per row + j."""
-        block_ids = blocks.block_ids.astype(np.int64)
+        assert isinstance(chunks, BlockIDsLoadStoreSpec)
+        block_ids, chunk_ids = (one.block_ids.astype(np.int64) for one in (blocks, chunks))
         first_block = first_chunk = 0
         for group, (count, index) in enumerate(
             zip(blocks.group_sizes, blocks.block_indices, strict=True)
@@ -157,8 +149,8 @@ class HostCopyWorker(OffloadingWorker):
         """Jobs that ended since the last call. Called once per step.
 
         vLLM repeats a step that computes nothing at once, to wait for a transfer. Several workers
-        then spin, each on its core, and leave none to the sidecar. So each sleeps for a moment, or
-        until one of its copies has ended. A single worker does not spin.
+        then spin and leave no core to the sidecar, so each sleeps for a moment, or until one of its
+        copies has ended. A single worker does not spin.
         """
         if self._several and _computes_nothing():
             if self._jobs:

@@ -1,7 +1,7 @@
 """`KVLakeOffloadingSpec`: kvlake below the host tier of vLLM's own `OffloadingConnector`.
 
-The spec is vLLM's tiering spec with `KVLakeTier` as its last tier (`tier.py`), and with a worker
-for the CPU platform, for which vLLM has none (`cpu_worker.py`).
+The spec is vLLM's tiering spec with `KVLakeTier` as its last tier, and with a worker for the CPU
+platform, for which vLLM has none.
 
 Owns the note by which the two halves of an engine agree on a namespace and on where vLLM publishes
 its KV events: only workers see vLLM's configuration, so the first of them leaves a note in /dev/shm
@@ -82,12 +82,10 @@ class NoCopies(OffloadingWorker):
     """The worker of an engine with `NoTiers`. It does not make vLLM's host tier."""
 
     def submit_store(self, *_: Any, **_options: Any) -> bool:
-        """Never called: nothing is stored."""
+        """Never called: nothing is stored, and there are no hits."""
         raise NotImplementedError
 
-    def submit_load(self, *_: Any, **_options: Any) -> bool:
-        """Never called: there are no hits."""
-        raise NotImplementedError
+    submit_load = submit_store
 
     def get_finished(self) -> list[TransferResult]:
         """There are no jobs."""
@@ -119,13 +117,9 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
             note = take_note(self.config.engine_id)
             self._manager = self._make_manager(note)
             if refusal := note.get("refusal"):
-                notice = UncachedNotice(
-                    sockets_of(self.config.extra_config.get("socket")),
-                    Role.SCHEDULER,
-                    str(self.config.engine_id),
-                    note.get("reason", "unsupported"),
-                    refusal,
-                )
+                sockets = sockets_of(self.config.extra_config.get("socket"))
+                engine_id, reason = str(self.config.engine_id), note.get("reason", "unsupported")
+                notice = UncachedNotice(sockets, Role.SCHEDULER, engine_id, reason, refusal)
                 # vLLM closes neither, and drops the spec at once.
                 weakref.finalize(self._manager, notice.close)
         return self._manager
@@ -164,11 +158,9 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
         reason = no_tier_reason(vllm_config, len(self.config.groups), per_chunk)
         if self.config.parallel.rank == 0:
             tokens = self.config.groups[0].tokens_per_block
-            note: dict[str, Any] = (
-                {"refusal": reason, "tiers": False}
-                if reason
-                else identity_note(vllm_config, tokens)
-            )
+            note: dict[str, Any] = {"refusal": reason, "tiers": False}
+            if not reason:
+                note = identity_note(vllm_config, tokens)
             index = vllm_config.parallel_config.data_parallel_index
             endpoint, replay = events_endpoints(vllm_config.kv_events_config, index)
             note["events"] = {"events_endpoint": endpoint, "events_replay": replay}

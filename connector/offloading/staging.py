@@ -86,10 +86,7 @@ class StagedTransfer:
 
 
 def row_layout(num_rows: int, row_bytes: int) -> KVLayout:
-    """Rows as the sidecar sees them: blocks of one token, divided into heads of a size it accepts.
-
-    Raises `LayoutError` if a row is larger than the sidecar accepts.
-    """
+    """Rows as blocks of one token, in heads of a size that is accepted; raises `LayoutError`."""
     heads = 1
     while row_bytes // heads > CONTENT_BYTES_MAX:
         # Rows are whole pages.
@@ -107,10 +104,7 @@ def row_layout(num_rows: int, row_bytes: int) -> KVLayout:
 
 
 class Staging:
-    """Transfers between the rows of `region`, vLLM's host tier, and the sidecar.
-
-    `make_role` attaches the memory of the `num_rows` staging rows as that of a worker.
-    """
+    """`make_role` attaches the memory of the `num_rows` staging rows as that of a worker."""
 
     def __init__(
         self,
@@ -142,12 +136,7 @@ class Staging:
         self._role = make_role(ExportedMemory(fd, layout.size_bytes, layout))
 
     def begin(
-        self,
-        batch_id: int,
-        rows: Sequence[StagedRow],
-        *,
-        is_load: bool,
-        seconds_max: float,
+        self, batch_id: int, rows: Sequence[StagedRow], *, is_load: bool, seconds_max: float
     ) -> None:
         """Queue these rows. `finished` reports them, after a later `pump`."""
         now = self._clock()
@@ -180,10 +169,7 @@ class Staging:
         return finished
 
     def drain(self) -> None:
-        """End everything now; the region is not touched afterwards.
-
-        Waits for a copy that runs in this process, and not for the sidecar.
-        """
+        """End everything now, after a copy that runs; the region is not touched afterwards."""
         for transfer in list(self._copying):
             if transfer.copy is not None and not transfer.copy.cancel():
                 transfer.copy.result()
@@ -196,8 +182,6 @@ class Staging:
         self._thread.shutdown()
         self._role.close()
 
-    # --- what has ended ------------------------------------------------------------------------
-
     def _collect(self) -> None:
         results = self._role.collect()
         for request_id in results.loaded:
@@ -205,9 +189,8 @@ class Staging:
             if transfer.given_up or request_id in results.failed:
                 self._end(transfer, ok=False)
             else:
-                self._copy(
-                    transfer, self._rows[transfer.row], self._region[transfer.chunk.chunk_id]
-                )
+                region = self._region[transfer.chunk.chunk_id]
+                self._copy(transfer, self._rows[transfer.row], region)
         for job_id in results.report.ended:
             for transfer in self._stores.pop(job_id):
                 self._end(transfer, ok=job_id not in results.failed_stores)
@@ -243,16 +226,13 @@ class Staging:
                 transfer.given_up = True
                 self._report(transfer, ok=False)
 
-    # --- what goes on --------------------------------------------------------------------------
-
     def _send_stores(self, plan: StepPlan, inflight_max: int) -> None:
         while self._copied and len(self._loads) + len(self._stores) < inflight_max:
             first = self._copied[0].chunk
             # Retention holds for all chunks of a job.
+            retention = first.ttl_ms, first.stays
             alike = [
-                one
-                for one in self._copied
-                if one.chunk.ttl_ms == first.ttl_ms and one.chunk.stays == first.stays
+                one for one in self._copied if (one.chunk.ttl_ms, one.chunk.stays) == retention
             ]
             sent = alike[:STORES_PER_JOB_MAX]
             self._copied = [one for one in self._copied if one not in sent]
@@ -261,7 +241,7 @@ class Staging:
             ]
             job_id = self._new_id()
             self._stores[job_id] = sent
-            plan.stores.append(Store(StoreJob(job_id, chunks, first.ttl_ms, first.stays)))
+            plan.stores.append(Store(StoreJob(job_id, chunks, *retention)))
 
     def _start_loads(self, plan: StepPlan, inflight_max: int) -> None:
         queued = self._queued[True]
@@ -285,8 +265,6 @@ class Staging:
         # np.copyto releases the GIL for rows of this size.
         transfer.copy = self._thread.submit(np.copyto, target, source)
         self._copying.append(transfer)
-
-    # --- the end -------------------------------------------------------------------------------
 
     def _end(self, transfer: StagedTransfer, *, ok: bool) -> None:
         """Free the staging row, which nothing touches any more."""

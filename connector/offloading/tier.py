@@ -1,11 +1,10 @@
 """`KVLakeTier`: kvlake as a tier below vLLM's own host tier (`SecondaryTierManager`).
 
-vLLM's offloading brings chunks from such a tier into its host tier before it reports a hit to its
-scheduler. So everything here may fail, be late or be gone, and is a miss then.
+vLLM brings chunks from such a tier into its host tier before it reports a hit to its scheduler. So
+everything here may fail, be late or be gone, and is a miss then.
 
-Owns the translation of vLLM's calls: which chunks the sidecar has, and what to ask it for. Keys are
-in `keys.py`; `staging.py` carries rows. No method raises for a fault of the cache, and none waits
-for the sidecar.
+Owns which chunks the sidecar has, and what to ask it for. Keys are in `keys.py`; `staging.py`
+carries rows. No method raises for a fault of the cache, and none waits for the sidecar.
 """
 
 from __future__ import annotations
@@ -33,12 +32,11 @@ from connector.client import Attempt, Client
 from connector.events import TierEvents
 from connector.identity.keys import NO_PARENT
 from connector.identity.namespace import served_as
-from connector.offloading.events import NamedEvents
 from connector.offloading.keys import ChunkKeys, row_namespace_of
 from connector.offloading.staging import BLOCK_TOKENS, StagedRow, Staging
 from connector.offloading.workarounds import OffloadedRequests
 from connector.options import option
-from connector.request_params import CONNECTOR_ONLY, RequestParams, RequestParamsReader
+from connector.request_params import CONNECTOR_ONLY, NOTHING, RequestParams, RequestParamsReader
 from connector.worker import WorkerRole
 from sidecar.protocol import (
     KEYS_PER_MESSAGE_MAX,
@@ -50,7 +48,7 @@ from sidecar.protocol import (
     Role,
     sockets_of,
 )
-from tiers.kv.index import FLAG_HOST, FLAG_STORE, tags_of
+from tiers.kv.index import FLAG_HOST, FLAG_STORE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -73,8 +71,6 @@ STAGING_BYTES: Final = 256 * 1024 * 1024
 STAGING_ROWS_MIN: Final = 8
 CARRIED_MAX: Final = 3
 """How often a chunk is carried to vLLM's host tier for a request that does not run yet."""
-WITHOUT_SIDECAR_SECONDS: Final = 5.0
-"""The deadline of a transfer that begins while there is no sidecar."""
 
 
 @dataclass(slots=True)
@@ -82,16 +78,13 @@ class _Request:
     """One request. Chunks are named by their keys."""
 
     request_params: RequestParams
-    void: bool = False
-    """Neither served nor stored: its KV is from before a reset, or it is excluded."""
+    """`NOTHING` from when it is excluded, or has KV from before a reset."""
     places: dict[tuple[int, int], bytes] = field(default_factory=dict[tuple[int, int], bytes])
     """Group and last token to key."""
     wanted: dict[bytes, None] = field(default_factory=dict[bytes, None])
     """To be read from the object store, in order; asked for at the end of the step."""
     reading: set[bytes] = field(default_factory=set[bytes])
-    lookups: list[tuple[SidecarSession, int]] = field(
-        default_factory=list[tuple["SidecarSession", int]]
-    )
+    lookups: dict[int, SidecarSession] = field(default_factory=dict[int, "SidecarSession"])
     """Released when the request finishes."""
     brought: set[bytes] = field(default_factory=set[bytes])
     """Read from the object store for it, and in host memory since."""
@@ -99,16 +92,6 @@ class _Request:
     """Not available for it, and not tried again."""
     carried: Counter[bytes] = field(default_factory=Counter[bytes])
     """How often each was carried to vLLM's host tier since the request last ran."""
-
-    @property
-    def reads(self) -> bool:
-        """Whether chunks may be loaded for it."""
-        return self.request_params.reads and not self.void
-
-    @property
-    def writes(self) -> bool:
-        """Whether its chunks may be stored."""
-        return self.request_params.writes and not self.void
 
 
 @dataclass(slots=True)
@@ -137,10 +120,8 @@ class KVLakeTier(SecondaryTierManager):
         primary_kv_view: vLLM's host tier, a row for each chunk.
         namespace: what the bytes depend on beyond what vLLM tells a tier: model, weights, dtype,
             attention backend. Engines with the same one share chunks.
-        events_endpoint, events_replay: where a process of this machine subscribes to the engine's
-            own KV events, and has them replayed; empty where it is not to be followed.
-        preempted_are_new: whether vLLM's second model runner serves, which schedules what it
-            preempted as new. Else requests that were preempted then are stored no more.
+        events_endpoint, events_replay: from `connector.events.events_endpoints`.
+        preempted_are_new: as in `OffloadedRequests`.
     """
 
     medium = None
@@ -184,7 +165,6 @@ class KVLakeTier(SecondaryTierManager):
         """The request of each of vLLM's jobs, and vLLM's name for each key."""
         self._reads: dict[int, _Read] = {}
         self._tiers = TierEvents()
-        self.events = NamedEvents(self.keys.owner, self.keys.name_of)
         self._next_id = 1
         attach = partial(
             Attach,
@@ -232,13 +212,13 @@ class KVLakeTier(SecondaryTierManager):
         """Read the request's parameters."""
         request_params = self._request_params.read(req_context)
         self._requests[req_context.req_id] = _Request(request_params)
-        self._offloaded.added(req_context.req_id)
+        self._offloaded.added(req_context)
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """HIT: it is in the sidecar's host memory. RETRY: it is being read from the store."""
         request = self._requests.get(req_context.req_id)
-        if self.client.session is None or request is None or not request.reads:
+        if self.client.session is None or request is None or not request.request_params.reads:
             return LookupResult.MISS
         own = self._own_key(key, request, req_context)
         if own in request.missed:
@@ -265,13 +245,10 @@ class KVLakeTier(SecondaryTierManager):
     def _flags(self, keys: list[bytes]) -> npt.NDArray[np.uint8]:
         """Which tiers of the sidecar hold each chunk; none without a sidecar."""
         session = self.client.session
-        if session is None or session.index is None:
-            return np.zeros(len(keys), dtype=np.uint8)
-        return session.index.lookup(tags_of(keys, session.index_salt))
+        return np.zeros(len(keys), dtype=np.uint8) if session is None else session.holds(keys)
 
     def _own_key(self, key: OffloadKey, request: _Request | None, context: ReqContext) -> bytes:
         own = self.keys.key_of(key)
-        self.events.named(own, key)
         end = context.get_offload_key_position(key)
         if request is not None and end is not None:
             request.places[get_offload_group_idx(key), end] = own
@@ -287,7 +264,7 @@ class KVLakeTier(SecondaryTierManager):
             request.missed.update(keys)
             return
         request.reading.update(keys)
-        request.lookups.append((session, lookup_id))
+        request.lookups[lookup_id] = session
         deadline = time.monotonic() + wait_ms / 1000
         self._reads[lookup_id] = _Read(request, keys, deadline, session)
 
@@ -308,8 +285,8 @@ class KVLakeTier(SecondaryTierManager):
         request = self._requests.get(context.req_id)
         names = self._begin(job_metadata, request)
         rows: list[StagedRow] = []
-        if request is not None and request.writes:
-            ttl_ms, stays = request.request_params.ttl_ms, request.request_params.stays
+        if request is not None and (params := request.request_params).writes:
+            ttl_ms, stays = params.ttl_ms, params.stays
             found = zip(names.items(), job_metadata.chunk_ids, self._flags([*names]), strict=True)
             rows = [
                 StagedRow(own, int(chunk_id), self._parent(key, request, context), ttl_ms, stays)
@@ -344,7 +321,7 @@ class KVLakeTier(SecondaryTierManager):
         return request.places.get(before, NO_PARENT)
 
     def _carry(self, job_id: int, rows: list[StagedRow], *, is_load: bool) -> None:
-        seconds = WITHOUT_SIDECAR_SECONDS
+        seconds = 0.0
         if (session := self.client.session) is not None:
             limits = session.limits
             longest_ms = limits.load_deadline_ms_max if is_load else limits.store_deadline_ms_max
@@ -360,7 +337,7 @@ class KVLakeTier(SecondaryTierManager):
         for lookup_id, read in list(self._reads.items()):
             if now >= read.deadline or read.session is not session:
                 self._read_ended(lookup_id)
-        self._staging.pump(self.client.session)
+        self._staging.pump(session)
         results: list[JobResult] = []
         for batch in self._staging.finished():
             request, names = self._jobs.pop(batch.batch_id)
@@ -387,7 +364,7 @@ class KVLakeTier(SecondaryTierManager):
                 request.carried.clear()
         for request_id, request in self._requests.items():
             if self._offloaded.excluded(request_id):
-                request.void = True
+                request.request_params = NOTHING
             if not request.wanted:
                 continue
             if session is None:
@@ -403,36 +380,33 @@ class KVLakeTier(SecondaryTierManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Release what was read for it."""
-        self._offloaded.finished(req_context.req_id)
+        self._offloaded.finished(req_context)
         request = self._requests.pop(req_context.req_id, None)
         session = self.client.session
         if request is None or session is None:
             return
-        lookups = [lookup_id for asked, lookup_id in request.lookups if asked is session]
-        for lookup_id in lookups:
-            self._reads.pop(lookup_id, None)
-        if lookups:
+        if lookups := [one for one, asked in request.lookups.items() if asked is session]:
+            for lookup_id in lookups:
+                self._reads.pop(lookup_id, None)
             self.client.send(session, Release(session.epoch, [], lookups))
 
     def drain_jobs(self) -> None:
         """End all jobs, because vLLM resets its cache; nothing from before is found here either.
 
-        Waits at most for a copy in this process. Requests with KV from before, or that vLLM may be
-        loading, are neither served nor stored from now on.
+        Waits at most for a copy in this process. Requests that may have KV from before are neither
+        served nor stored from now on.
         """
         self._staging.drain()
         self.keys.forget()
-        self.events.forget()
         self._reads.clear()
         for request_id, request in self._requests.items():
-            request.void |= bool(request.places) or self._offloaded.has_kv(request_id)
+            if request.places or self._offloaded.has_kv(request_id):
+                request.request_params = NOTHING
             request.wanted.clear()
-
-    # --- the rest ------------------------------------------------------------------------------
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """What the sidecar's tiers gained and lost of chunks whose names are known here."""
-        return self.events.take(self._tiers.take())
+        return self.keys.take(self._tiers.take())
 
     def shutdown(self) -> None:
         """Detach."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.kv_offload.base import LoadStoreSpec, LookupResult, PrepareStoreOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     from vllm.v1.kv_offload.base import OffloadKey, ReqContext, ScheduleEndContext
 
@@ -41,8 +41,8 @@ class OffloadedRequests:
     """Requests of vLLM's offloading, as a manager of tiers learns of them.
 
     A manager is shown no requests, but it is told which are scheduled as new, as one that continues
-    is too, and which are preempted, before anything of that step is stored. (vLLM 0.33 notes each
-    block once, after it.) All methods ignore requests that were not added.
+    is too, and which are preempted, before anything of that step is stored. All methods ignore
+    requests that were not added.
 
     If `preempted_are_new`, a preempted request is scheduled as new again, as vLLM's second model
     runner does. Otherwise it looks like one that continues, and is excluded too.
@@ -54,13 +54,13 @@ class OffloadedRequests:
         self._weights_changed = self._warned = False
         """Weights were replaced, and nothing was reset since."""
 
-    def added(self, request_id: str) -> None:
+    def added(self, req_context: ReqContext, **_: Any) -> None:
         """Take a request in."""
-        self._requests[request_id] = _OffloadedRequest()
+        self._requests[req_context.req_id] = _OffloadedRequest()
 
-    def finished(self, request_id: str) -> None:
+    def finished(self, req_context: ReqContext, **_: Any) -> None:
         """Forget a request."""
-        self._requests.pop(request_id, None)
+        self._requests.pop(req_context.req_id, None)
 
     def _known(self, request_id: str) -> _OffloadedRequest:
         """The record of a request; a throwaway one if it was not added."""
@@ -104,9 +104,9 @@ class OffloadedRequests:
         request.hits.add(key)
         return True
 
-    def loading(self, request_id: str) -> None:
+    def loading(self, _keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """What was found for it is being loaded."""
-        self._known(request_id).loading = True
+        self._known(req_context.req_id).loading = True
 
     def has_kv(self, request_id: str) -> bool:
         """Whether it may have KV by now: it was scheduled, or is being loaded."""
@@ -134,13 +134,7 @@ class OffloadedRequests:
 def guard_tiers(manager: Any, *, preempted_are_new: bool) -> OffloadedRequests:
     """Put `OffloadedRequests` in front of a manager of vLLM's tiers."""
     requests = OffloadedRequests(preempted_are_new=preempted_are_new)
-    add, finish = manager.on_new_request, manager.on_request_finished
-    find, load, store = manager.lookup, manager.prepare_load, manager.prepare_store
-    end_step, reset = manager.on_schedule_end, manager.reset_cache
-
-    def on_new_request(req_context: ReqContext, **options: Any) -> Any:
-        requests.added(req_context.req_id)
-        return add(req_context, **options)
+    find, store = manager.lookup, manager.prepare_store
 
     def lookup(key: OffloadKey, req_context: ReqContext, **options: Any) -> LookupResult:
         if requests.excluded(req_context.req_id):
@@ -153,31 +147,29 @@ def guard_tiers(manager: Any, *, preempted_are_new: bool) -> OffloadedRequests:
             manager.touch((key,), req_context)
         return found
 
-    def prepare_load(keys: Collection[OffloadKey], req_context: ReqContext) -> Any:
-        requests.loading(req_context.req_id)
-        return load(keys, req_context)
-
     def prepare_store(keys: Collection[OffloadKey], req_context: ReqContext) -> Any:
         if requests.excluded(req_context.req_id):
             return PrepareStoreOutput([], LoadStoreSpec(), [])
         return store(keys, req_context)
 
-    def on_schedule_end(context: ScheduleEndContext) -> None:
-        requests.step(context)
-        end_step(context)
-
-    def on_request_finished(req_context: ReqContext, **options: Any) -> None:
-        requests.finished(req_context.req_id)
-        finish(req_context, **options)
-
-    def reset_cache() -> None:
-        reset()
-        requests.reset()
-
-    steps = (on_schedule_end, on_request_finished, reset_cache)
-    for hook in (on_new_request, lookup, prepare_load, prepare_store, *steps):
-        setattr(manager, hook.__name__, hook)
+    manager.lookup, manager.prepare_store = lookup, prepare_store
+    _before(manager, "on_new_request", requests.added)
+    _before(manager, "prepare_load", requests.loading)
+    _before(manager, "on_schedule_end", requests.step)
+    _before(manager, "on_request_finished", requests.finished)
+    _before(manager, "reset_cache", requests.reset)
     return requests
+
+
+def _before(manager: Any, name: str, note: Callable[..., None]) -> None:
+    """Have a method of the manager call `note` with its arguments first."""
+    method = getattr(manager, name)
+
+    def noted(*args: Any, **options: Any) -> Any:
+        note(*args, **options)
+        return method(*args, **options)
+
+    setattr(manager, name, noted)
 
 
 def region_path(engine_id: str) -> Path:

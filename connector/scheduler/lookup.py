@@ -1,8 +1,7 @@
 """How far a hit of one request reaches, and under which keys its chunks are found.
 
-Owns the arithmetic of tokens, chunks and pieces of chunks in every KV cache group; what a hit needs
-of each group is in `identity/groups.py`. Sends nothing. Every method takes microseconds and reads
-the shared index as it is at that moment.
+What a hit needs of each group is in `identity/groups.py`. Sends nothing. Every method takes
+microseconds and reads the shared index as it is at that moment.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class HitFinder:
                 if pieces:
                     ends = min(ends, (pieces[0].chunk + 1) * geometry.chunk_tokens)
             keys = [group.chain.key_of(piece.chunk, piece.end) for piece in pieces]
-            held = _flags(session, keys) if keys else np.empty(0, np.uint8)
+            held = session.holds(keys) if keys else np.empty(0, np.uint8)
             there = _leading(held | np.array([key in storing for key in keys], np.uint8))
             if group.group == self.main_group:
                 last = pieces[there - 1] if there else Piece(0, 0, 0)
@@ -121,7 +120,7 @@ class HitFinder:
         if session is not None:
             # vLLM may take fewer tokens than were offered. Then a piece is loaded from the full or
             # longer chunk that has it.
-            if chunk < len(keys) and _flags(session, [keys[chunk]])[0] & tiers:
+            if chunk < len(keys) and session.holds([keys[chunk]])[0] & tiers:
                 return keys[chunk]
             longest, key = _partial(group, session, chunk, tiers)
             if key is not None and longest >= blocks:
@@ -201,7 +200,7 @@ class HitFinder:
                 self.loaded_key(group, session, piece.chunk, piece.end, tiers=ANYWHERE)
                 for piece in pieces
             ]
-            there = _leading(_flags(session, keys) & FLAG_HOST)
+            there = _leading(session.holds(keys) & FLAG_HOST)
             if there < len(keys):
                 begins = min(begins, pieces[there].chunk * geometry.chunk_tokens)
             wanted += [(group.group, key) for key in keys[there:]]
@@ -248,10 +247,6 @@ def keys_and_groups(found: Sequence[tuple[int, bytes]]) -> tuple[list[bytes], li
 def _found(session: SidecarSession, tags: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
     assert session.index is not None, "a scheduler's session has one"
     return session.index.lookup(tags)
-
-
-def _flags(session: SidecarSession, keys: Sequence[bytes]) -> npt.NDArray[np.uint8]:
-    return _found(session, tags_of(keys, session.index_salt))
 
 
 def _tags(group: GroupState, session: SidecarSession) -> npt.NDArray[np.uint64]:

@@ -38,8 +38,7 @@ class PrefillRate:
     """How many prompt tokens the engine computes per second.
 
     A step lasts until the next one is planned, so one before a pause looks slow. Therefore the
-    fastest of the last steps counts. For long prompts this is optimistic: then something is
-    computed that could have been read a little sooner.
+    fastest of the last steps counts. For long prompts this is optimistic.
     """
 
     def __init__(self) -> None:

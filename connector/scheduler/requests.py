@@ -1,18 +1,21 @@
-"""What the scheduler role knows of each request, and the settings that its parts share.
+"""What the scheduler role knows of each request, and of vLLM's own prefix cache.
 
-Owns which requests are cached at all, and how a request's keys follow from what vLLM says of it.
-Does not own any decision about loading or storing.
+Owns which requests are cached at all, how a request's keys follow from what vLLM says of it, and
+which blocks of vLLM's cache are stale: vLLM tells them apart by tokens, salt, and the name and path
+of an adapter. So it may go on from KV of earlier weights, or of earlier files of an adapter, which
+our keys do not describe. Does not own any decision about loading or storing.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from connector.identity.adapters import NO_ADAPTER, Adapter, Adapters
+from connector.identity.adapters import Adapters
 from connector.identity.keys import KeyChain, MediaItem, root_key
 from connector.identity.speculative import NO_DRAFTS, Speculation
 from connector.request_params import RequestParams, RequestParamsReader
@@ -23,8 +26,12 @@ if TYPE_CHECKING:
 
     from connector.client import SidecarSession
     from connector.identity.groups import CachedGroup, Geometry
+    from connector.identity.mamba import State
     from connector.plan import Load
-    from connector.scheduler.prefix_cache import PrefixCache
+
+logger = logging.getLogger("vllm.kvlake")
+
+_Name: TypeAlias = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +94,8 @@ class RequestState:
     groups: list[GroupState]
     tenant: bytes
     """A digest of the cache salt; the salt itself is in no message."""
-    adapter: Adapter = NO_ADAPTER
+    adapter: str = ""
+    """The files of its adapter, as workers report them."""
     request_params: RequestParams = field(default_factory=RequestParams)
     local_tokens: int = 0
     """vLLM's own hit."""
@@ -160,6 +168,85 @@ class RequestState:
                 other.chain.follow()
 
 
+class PrefixCache:
+    """The prefix cache in vLLM's block pool, and what is stale in it until its next reset."""
+
+    def __init__(self, block_pool: Any) -> None:
+        self._block_pool = block_pool
+        self._planned: Any = None
+        """The generation in the last step."""
+        self._stale: dict[_Name | None, Any] = {}
+        """A generation that has blocks of other files under this name and path, or, for None, from
+        before a reset of the connector."""
+        self._adapters: dict[_Name, str] = {}
+        """The last files of each adapter."""
+
+    @property
+    def generation(self) -> Any:
+        """VLLM's map of cached blocks, which is another object after each reset."""
+        return self._block_pool.cached_block_hash_to_block
+
+    def step(self) -> None:
+        """Note that a step is planned, and forget what vLLM's last reset of its cache ended."""
+        generation = self._planned = self.generation
+        for name in [name for name, of in self._stale.items() if of is not generation]:
+            del self._stale[name]
+
+    def connector_reset(self) -> None:
+        """Treat all blocks as stale, unless vLLM has reset its own cache as well."""
+        if self.generation is self._planned:
+            self._stale[None] = self.generation
+
+    def stale(self, lora: Any) -> bool:
+        """Whether a request with this adapter may share stale blocks."""
+        names = (None,) if lora is None else (None, _name_of(lora))
+        return any(self._stale.get(name) is self.generation for name in names)
+
+    def distrust_adapter(self, lora: Any) -> None:
+        """Treat the blocks under an adapter's name as stale: they may be of other files."""
+        if lora is not None:
+            self._stale[_name_of(lora)] = self.generation
+
+    def register_adapter(self, lora: Any, files: str) -> None:
+        """Note which adapter a new request has, and compare it with the last one of its name."""
+        if lora is None:
+            return
+        name = _name_of(lora)
+        if self._adapters.setdefault(name, files) != files:
+            self._adapters[name] = files
+            # Requests with the earlier files may still begin with what this one computes.
+            self.distrust_adapter(lora)
+            logger.warning(
+                "kvlake: adapter %s in %s has other files than before, and vLLM's own prefix cache "
+                "does not tell them apart: prompts that it holds a part of are not cached until it "
+                "is reset; use a new path for new weights",
+                *name,
+            )
+
+    def blocks_at(self, request: Any, end_tokens: int, groups: Sequence[int]) -> Sequence[Any]:
+        """The cached block of each group that ends at `end_tokens`; empty if a group lacks it."""
+        # Hashes may be of smaller blocks: a block has the hash of its last part.
+        last = end_tokens // self._block_pool.hash_block_size - 1
+        hashes = request.block_hashes
+        if not 0 <= last < len(hashes):
+            return ()
+        blocks: Sequence[Any] | None = self._block_pool.get_cached_block(hashes[last], list(groups))
+        return blocks or ()
+
+    def states_at(self, request: Any, end_tokens: int, groups: Sequence[int]) -> list[State]:
+        """As `states_of`, what vLLM has cached for these groups of recurrent layers."""
+        blocks = self.blocks_at(request, end_tokens, groups) if groups else ()
+        return [
+            (group, block.block_id, end_tokens)
+            for group, block in zip(groups, blocks, strict=bool(blocks))
+        ]
+
+
+def _name_of(lora: Any) -> _Name:
+    """Name and path of an adapter, by which vLLM's prefix cache tells adapters apart."""
+    return lora.lora_name, lora.lora_path
+
+
 class Requests(dict[str, RequestState]):
     """Request id to state, of the requests that are cached."""
 
@@ -167,7 +254,8 @@ class Requests(dict[str, RequestState]):
         self, groups: Sequence[CachedGroup], settings: Settings, prefix_cache: PrefixCache
     ) -> None:
         super().__init__()
-        self.adapters = Adapters(settings.adapters, settings.world_size, self._void_adapter)
+        self.adapters = Adapters(settings.world_size, self._void_adapter)
+        self._adapter_settings = settings.adapters
         self._prefix_cache = prefix_cache
         self._caches_media = settings.caches_media
         self._ahead_tokens = settings.speculation.ahead_tokens
@@ -195,7 +283,7 @@ class Requests(dict[str, RequestState]):
                 return None
             state = RequestState(
                 request,
-                self._group_states(request, adapter.identity),
+                self._group_states(request, adapter + self._adapter_settings * bool(adapter)),
                 tenant_id(request.cache_salt or ""),
                 adapter,
                 self._reader.read(request),
@@ -206,7 +294,7 @@ class Requests(dict[str, RequestState]):
                     self.void(other)
                     if other.request.request_id in self:
                         self.void(state)
-            self._prefix_cache.register_adapter(request.lora_request, adapter.identity)
+            self._prefix_cache.register_adapter(request.lora_request, adapter)
             self[request.request_id] = state
         state.extend()
         return state
@@ -231,7 +319,7 @@ class Requests(dict[str, RequestState]):
     def _void_adapter(self, number: int, files: str) -> None:
         """Void requests with this adapter number and other files: vLLM may have loaded others."""
         for state in self.unsent:
-            if state.adapter_id == number and state.adapter.files != files:
+            if state.adapter_id == number and state.adapter != files:
                 self.void(state)
 
     def _group_states(self, request: Any, adapter: str) -> list[GroupState]:

@@ -2,7 +2,7 @@
 
 Owns what each request loads. Lookups read the shared index (`lookup.py`) without a message; the
 sidecar is asked only for chunks that the object store alone has (`pending.py`). Does not own what
-is stored (`store_planner.py`).
+is stored (`stores.py`).
 
 Invariants:
 
@@ -28,11 +28,9 @@ from connector.plan import Load, StepPlan, StepReport
 from connector.request_params import EXPECT, PARAMS
 from connector.scheduler.lookup import HitFinder, pieces_of
 from connector.scheduler.pending import PendingLookups
-from connector.scheduler.prefix_cache import PrefixCache
-from connector.scheduler.requests import Requests, RequestState, Settings
+from connector.scheduler.requests import PrefixCache, Requests, RequestState, Settings
 from connector.scheduler.stats import Stats
-from connector.scheduler.store_planner import StorePlanner
-from connector.scheduler.stores import Stores
+from connector.scheduler.stores import StorePlanner, Stores
 from connector.vllm_workarounds import UncomputedBlocks
 from sidecar.protocol import Lease, LoadChunk, LoadJob, LookupDone, Release
 
@@ -48,12 +46,7 @@ logger = logging.getLogger("vllm.kvlake")
 
 
 class SchedulerRole:
-    """The scheduler's end of the connector.
-
-    Args:
-        groups: the engine's KV cache groups, in vLLM's order.
-        block_pool: vLLM's, whose reference counts keep the blocks of open stores.
-    """
+    """The scheduler's end of the connector. `groups` and `block_pool` are vLLM's."""
 
     def __init__(
         self,
@@ -109,7 +102,7 @@ class SchedulerRole:
         group = self._finder.main_group
         first_tokens = self._geometries[group].block_tokens
         vllm_holds_start = self.prefix_cache.blocks_at(request, first_tokens, [group])
-        if not request.skip_reading_prefix_cache and not vllm_holds_start:
+        if not (request.skip_reading_prefix_cache or vllm_holds_start):
             self.pending.ask_store(state, session, 0)
 
     def matched_tokens(self, request: Any, local_tokens: int) -> int | None:
@@ -138,7 +131,7 @@ class SchedulerRole:
         matched = self._finder.hit(state, session, local_tokens).end_tokens - local_tokens
         if matched < self._settings.load_tokens_min or not self._fits(local_tokens + matched):
             return 0
-        if not self.requests.adapters.unchanged(request.lora_request, state.adapter.files):
+        if not self.requests.adapters.unchanged(request.lora_request, state.adapter):
             self.requests.void(state)
             return 0
         return matched
@@ -167,7 +160,7 @@ class SchedulerRole:
         return (
             self._settings.reads
             and state.request_params.reads
-            and self.requests.adapters.confirmed(state.adapter_id, state.adapter.files)
+            and self.requests.adapters.confirmed(state.adapter_id, state.adapter)
         )
 
     def _misses(self, state: RequestState) -> bool:
@@ -182,7 +175,6 @@ class SchedulerRole:
         return lacking >= self._settings.load_tokens_min
 
     def _begins_stale(self, state: RequestState) -> bool:
-        """Whether a request continues from stale blocks."""
         return state.local_tokens > 0 and self.prefix_cache.stale(state.request.lora_request)
 
     # --- load ----------------------------------------------------------------------------------
@@ -190,10 +182,7 @@ class SchedulerRole:
     def allocated(
         self, request: Any, block_ids: Callable[[], Sequence[Sequence[int]]], external_tokens: int
     ) -> None:
-        """Plan the load of `external_tokens` after vLLM's own hit into the request's new blocks.
-
-        `block_ids` gives the request's block table of each KV cache group.
-        """
+        """Plan the load of `external_tokens` after vLLM's own hit; `block_ids` gives the tables."""
         self.uncomputed_blocks.allocated(request)
         state = self.requests.get(request.request_id)
         if state is None:
@@ -227,8 +216,7 @@ class SchedulerRole:
         if session is not None:
             # Without its lease the load is only more likely to miss, so a failed send is no fault.
             keys = [chunk.key for chunk in chunks]
-            lease = Lease(session.epoch, load.job.job_id, keys, state.tenant)
-            self.client.send(session, lease)
+            self.client.send(session, Lease(session.epoch, load.job.job_id, keys, state.tenant))
         # After the lease, so that chunks of both are pinned all the time.
         self.pending.release(state)
 
@@ -254,8 +242,7 @@ class SchedulerRole:
             host, store = state.hit_sources
             if request_id in failed:
                 self.stats.loads_failed += 1
-                session = self.client.session
-                if session is not None:
+                if (session := self.client.session) is not None:
                     # The sidecar still waits for its lease if no rank sent it.
                     self.client.send(session, Release(session.epoch, [load.job.job_id], []))
             else:
@@ -328,16 +315,13 @@ class SchedulerRole:
         """Store jobs whose blocks are still held."""
         return len(self.stores.jobs)
 
-    # --- events, statistics, the end -----------------------------------------------------------
-
     def reset(self) -> None:
         """Hide everything cached so far from this engine; what it stored before ages out."""
         self.requests.generation = os.urandom(16)
         for state in self.requests.unsent:
             state.void = True
         self.prefix_cache.connector_reset()
-        session = self.client.session
-        if session is not None:
+        if (session := self.client.session) is not None:
             # No request asks for those keys again.
             self.client.send(session, Release(session.epoch, [], [], pins=True))
 

@@ -18,6 +18,7 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 from connector.identity.adapters import UNKNOWN, Adapters, LoadedAdapters, files_identity
+from connector.identity.file_digests import file_stamp
 from connector.identity.weights import read_adapter
 from connector.plan import StepReport
 from connector.vllm_workarounds import watch_adapter_loads
@@ -280,7 +281,7 @@ class TestWorkerReports:
             def note(number: int, kept: str, void: list[tuple[int, str]] = void) -> None:
                 void.append((number, kept))
 
-            adapters = Adapters("", 2, note)
+            adapters = Adapters(2, note)
             assert adapters.of(lora) is not None
             adapters.loaded({(1, one, False): 1 for one in told})
             assert not adapters.confirmed(1, files)
@@ -301,7 +302,7 @@ class TestWorkerReports:
 def test_file_stamps_use_the_system_clock(tmp_path: Path) -> None:
     """A change is settled after `SETTLED_SECONDS`."""
     settled = places.find("stamps_settled").value
-    stamps = read_adapter(str(write(tmp_path / "a", b"1"))).stamps
+    stamps = [file_stamp(path) for path in write(tmp_path / "a", b"1").iterdir()]
     now = time.time()
     assert not settled(stamps, now)
     assert settled(stamps, now + 10)

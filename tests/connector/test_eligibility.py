@@ -7,7 +7,6 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,7 +36,6 @@ from connector.identity.eligibility import (
     nodes_unsupported_reason,
     prefix_unsupported_reason,
 )
-from connector.identity.parallelism import Place
 from connector.vllm import KVLakeConnector
 from sidecar.protocol import Role, Submit
 from tests import places
@@ -400,7 +398,7 @@ class TestRefusedByRanks:
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        places.patch(monkeypatch, "this_place", partial(Place, 0))
+        places.patch(monkeypatch, "ParallelLayout.this_rank", lambda _layout: 0)
         engine = make()
         rank = engine.ranks[0]
         kv = kv_cache_config(num_blocks=8)
@@ -425,7 +423,7 @@ class TestRefusedByRanks:
                 raise OSError(errno.EMFILE, "Too many open files")
             return sealed_memfd(name, size_bytes)
 
-        places.patch(monkeypatch, "this_place", partial(Place, 0))
+        places.patch(monkeypatch, "ParallelLayout.this_rank", lambda _layout: 0)
         places.patch(monkeypatch, "sealed_memfd", refused)
         engine = make()
         rank = engine.ranks[0]

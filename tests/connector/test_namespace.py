@@ -14,8 +14,13 @@ import torch
 from vllm.config.multimodal import MultiModalConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from connector.identity.fingerprint import adapter_settings
-from connector.identity.namespace import digest_of, encoding_of, namespace_of, served_as
+from connector.identity.namespace import (
+    adapter_settings,
+    digest_of,
+    encoding_of,
+    namespace_of,
+    served_as,
+)
 from connector.identity.weights import (
     WeightsUnknown,
     folder_digest,

@@ -119,7 +119,7 @@ def test_chunks_of_others_are_published_when_looked_up(sidecar: SidecarProcess) 
             other.settle()
             told_of = len(before + later + never)
             sidecar.wait("all is written", lambda now: now["tiers"]["store"]["chunks"] == told_of)
-            unnamed = first.tier.events.unnamed
+            unnamed = first.tier.keys.unnamed
             listener.until(lambda: sum(map(len, unnamed.values())) == 2 * told_of)
             assert not listener.holds
             keys = keys_of(first, before)

@@ -21,7 +21,7 @@ from connector.offloading.workarounds import OffloadedRequests, guard_tiers
 def requests_of(*names: str, preempted_are_new: bool = False) -> OffloadedRequests:
     requests = OffloadedRequests(preempted_are_new=preempted_are_new)
     for name in names:
-        requests.added(name)
+        requests.added(ReqContext(req_id=name))
     return requests
 
 
@@ -36,13 +36,13 @@ def test_a_request_that_continues_is_excluded_until_it_ends() -> None:
     step(requests, "c", "a")
     step(requests)
     assert [requests.excluded(name) for name in "abc"] == [True, False, False]
-    requests.finished("a")
+    requests.finished(ReqContext(req_id="a"))
     # vLLM may use its name again.
-    requests.added("a")
+    requests.added(ReqContext(req_id="a"))
     step(requests, "a")
     assert not requests.excluded("a")
     # It may hear of unknown requests.
-    requests.finished("nobody")
+    requests.finished(ReqContext(req_id="nobody"))
     step(requests, "nobody", preempted=("nobody",))
     assert not requests.excluded("nobody")
 
@@ -74,10 +74,10 @@ def test_preempted_requests_that_are_new_again_are_not_excluded() -> None:
 def test_a_reset_excludes_requests_with_kv() -> None:
     requests = requests_of("runs", "loads", "waits", "was preempted")
     step(requests, "runs", "was preempted")
-    requests.loading("loads")
+    requests.loading([], ReqContext(req_id="loads"))
     step(requests, preempted=("was preempted",))
     requests.reset()
-    requests.added("later")
+    requests.added(ReqContext(req_id="later"))
     left_out = [requests.excluded(name) for name in ("runs", "loads", "was preempted")]
     assert left_out == [True] * 3
     assert not requests.excluded("waits")

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from connector.export import GroupTensors, MemfdAllocation, export
 from connector.identity.namespace import encoding_of, namespace_of
-from connector.identity.parallelism import ParallelLayout, Place
+from connector.identity.parallelism import ParallelLayout
 from connector.identity.profile import EngineProfile
 from sidecar.protocol import Role
 from tests.offsets import offset_of
@@ -100,7 +100,7 @@ def test_mla_is_one_head_that_every_rank_holds() -> None:
         engine = engine_of(MLA, tp_size)
         assert engine.refusal == ""
         for rank in range(tp_size):
-            assert engine.groups[0].segment(engine.parallel_layout, Place(0, rank)) == Segment(
+            assert engine.groups[0].segment(engine.parallel_layout, rank) == Segment(
                 0, LAYERS, 0, 1
             )
         message = engine.attach(Role.SCHEDULER, 0)
@@ -126,14 +126,23 @@ def test_layers_are_divided_over_stages() -> None:
     found: list[Segment] = []
     for stage in range(2):
         own = [f"layer.{stage}"]
-        for tensor in range(2):
-            place = Place(stage, tensor)
-            assert engine.parallel_layout.number(place) == len(found)
-            found.append(engine.parallel_layout.segment(own, 2, place))
+        assert engine.parallel_layout.first_rank_of(own) == len(found)
+        for _ in range(2):
+            found.append(engine.parallel_layout.segment(own, 2, len(found)))
     assert found == [Segment(layer, 1, head, 1) for layer in range(LAYERS) for head in range(2)]
     message = engine.attach(Role.SCHEDULER, 0)
     assert (message.world_size, message.num_segments, message.topology) == (4, 4, "pp2tp2")
     assert engine.owner(0).endswith("/pp2tp2")
+
+
+def test_a_rank_is_numbered_by_stage_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM numbers them."""
+    from vllm.distributed import parallel_state
+
+    stage = SimpleNamespace(rank_in_group=1)
+    monkeypatch.setattr(parallel_state, "get_pp_group", lambda: stage)
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 2)
+    assert ParallelLayout(stages=2, tensors=4, num_layers=LAYERS).this_rank() == 6
 
 
 @pytest.mark.promise("pipeline-parallel")
@@ -154,10 +163,10 @@ def test_stages_of_mla_hold_copies_of_their_own_layers() -> None:
     assert engine.refusal == ""
     message = engine.attach(Role.SCHEDULER, 0)
     assert (message.world_size, message.num_segments, message.topology) == (8, 2, "pp2tp1")
-    segment = engine.parallel_layout.segment(["layer.1"], 1, Place(1, 3), latent=True)
+    segment = engine.parallel_layout.segment(["layer.1"], 1, 7, latent=True)
     assert segment == Segment(1, 1, 0, 1)
     # Copies are ranks in a row, as the sidecar takes them.
-    assert engine.parallel_layout.number(Place(1, 3)) // message.replicas == 1
+    assert 7 // message.replicas == 1
 
 
 def test_a_namespace_does_not_depend_on_stages() -> None:
@@ -172,7 +181,7 @@ def test_a_namespace_does_not_depend_on_stages() -> None:
 )
 def test_layers_of_another_stage_are_refused(names: list[str]) -> None:
     with pytest.raises(LayoutError, match="stage 1 of 2 was expected to hold layers 1 to 1"):
-        ParallelLayout(stages=2, tensors=1, num_layers=LAYERS).segment(names, 1, Place(1, 0))
+        ParallelLayout(stages=2, tensors=1, num_layers=LAYERS).segment(names, 1, 1)
 
 
 @pytest.mark.promise("refuse-stages")

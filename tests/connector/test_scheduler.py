@@ -127,7 +127,7 @@ class TestReset:
         engine.scheduler._preempt_request(request, 0.0)  # noqa: SLF001 (of vLLM)
         engine.finish(request)
         assert engine.computed["a"] < 2 * len(PROMPT)
-        assert not engine.role.planner.beside_others
+        assert not engine.role.planner.others_load
 
     def test_a_request_from_before_a_reset_stores_nothing_more(self, engine: Engine) -> None:
         request = engine.add(request_of("a", PROMPT, max_tokens=60))

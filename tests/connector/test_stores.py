@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from connector.identity.parallelism import Place
 from connector.plan import Load, StepPlan, StepReport, Store
 from connector.scheduler.stores import BLOCKS_WAIT_SECONDS_MAX
 from connector.vllm import KVLakeConnector, KVLakeMetadata, KVLakeWorkerMetadata
@@ -174,7 +173,7 @@ class TestStores:
 def test_a_rank_that_is_not_served_ends_every_job(model: Path) -> None:
     """With drafts, model runner V1 takes a step's results before it tells of the step's jobs."""
     rank = KVLakeConnector(vllm_config(model), KVConnectorRole.WORKER, kv_cache_config())
-    with places.patched("this_place", lambda: Place(0)):
+    with places.patched("ParallelLayout.this_rank", lambda _layout: 0):
         rank.register_kv_caches({})
 
     def told(plan: StepPlan, *, late: bool) -> tuple[set[str], set[int]]:

@@ -12,7 +12,6 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from connector.client import UncachedNotice
-from connector.identity.parallelism import Place
 from connector.vllm import KVLakeConnector
 from sidecar.protocol import (
     DECLINE_REASONS,
@@ -166,7 +165,7 @@ class TestEngine:
         self, model: Path, sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The worker alone knows, and says so before the first step."""
-        places.patch(monkeypatch, "this_place", lambda: Place(0))
+        places.patch(monkeypatch, "ParallelLayout.this_rank", lambda _layout: 0)
         config = vllm_config(model, socket=sidecar.path)
         connector = KVLakeConnector(config, KVConnectorRole.WORKER, kv_cache_config())
         connector.register_kv_caches({})

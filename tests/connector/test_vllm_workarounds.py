@@ -11,16 +11,19 @@ from connector import vllm_workarounds
 from tests import places
 from tests.promises import LIST, Area, read
 
+LISTED: Final = (vllm_workarounds.__doc__ or "").split("\n* ")[1:]
 ENTRY: Final = re.compile(
-    r"^vLLM: (?P<defect>.+?)\nHere: (?P<here>.+?)\n"
-    r"In: (?P<releases>.+?)\. Shown by: (?P<shown>.+?)$",
-    re.MULTILINE | re.DOTALL,
+    r"(?P<defect>.+) Here: (?P<here>.+) In: (?P<releases>.+)\. Shown by: (?P<shown>[^.]+)\."
 )
-ENTRIES: Final = [found.groupdict() for found in ENTRY.finditer(vllm_workarounds.__doc__ or "")]
+ENTRIES: Final = [
+    found.groupdict()
+    for entry in LISTED
+    if (found := ENTRY.match(" ".join(entry.split()))) is not None
+]
 
 
 def test_every_entry_is_whole() -> None:
-    assert len(ENTRIES) == (vllm_workarounds.__doc__ or "").count("vLLM: ") > 5
+    assert len(ENTRIES) == len(LISTED) > 5
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry["shown"].partition(",")[0])

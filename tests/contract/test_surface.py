@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from connector.identity.fingerprint import ADAPTER_SETTINGS, MEDIA_SETTINGS, MODEL_SETTINGS
+from connector.identity.namespace import ADAPTER_SETTINGS, MEDIA_SETTINGS, MODEL_SETTINGS
 from connector.options import VLLM_OFFLOADING_OPTIONS
 from tests import places
 from tests.contract.base import BASE_CLASS, LEFT_ALONE, OVERRIDDEN
