@@ -107,14 +107,6 @@ class Leftovers:
     quarantine_kept_bytes: int = 0
     probes: int = 0
 
-    def count(self, found: Found) -> None:
-        """Count an object that is removed."""
-        if found.name.startswith(_QUARANTINED):
-            self.quarantined += 1
-            self.quarantined_bytes += found.size_bytes
-        else:
-            self.probes += 1
-
 
 async def remove_leftovers(
     tier: ObjectTier,
@@ -142,8 +134,10 @@ async def remove_leftovers(
             some = doomed[first : first + REMOVED_TOGETHER]
             if some and not dry_run:
                 await tier.delete([found.name for found in some])
-            for found in some:
-                report.count(found)
+            moved = [found for found in some if found.name.startswith(_QUARANTINED)]
+            report.quarantined += len(moved)
+            report.quarantined_bytes += sum(found.size_bytes for found in moved)
+            report.probes += len(some) - len(moved)
         return True
 
     prefixes: list[str | None] = [namespace]

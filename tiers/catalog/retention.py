@@ -167,32 +167,14 @@ def _column(values: list[int | None]) -> Longs:
     return np.array(limits, dtype=np.int64)
 
 
-class Expiry:
-    """Which chunks are too old."""
-
-    def __init__(self, rules: RetentionRules, now_seconds: float) -> None:
-        self._now = int(now_seconds * MICROSECONDS)
-        [self._ttl] = _column([_micros(rules.ttl_seconds)]).tolist()
-        self.tenants = TenantLimits(rules)
-        self._future = self._now + FUTURE_SECONDS_MAX * MICROSECONDS
-
-    def reasons(self, chunks: Chunks) -> Reasons:
-        """For each chunk, the TTL that it exceeds: shape [n]."""
-        own = self.tenants.values(self.tenants.ttl, chunks.tenants)
-        found: Reasons = np.zeros(len(chunks), dtype=np.uint8)
-        found[chunks.times < self._now - own] = RetentionReason.TENANT_TTL
-        found[chunks.times < self._now - self._ttl] = RetentionReason.TTL
-        bounded = np.minimum(own, self._ttl) < NO_LIMIT
-        found[bounded & (chunks.times > self._future)] = RetentionReason.CLOCK
-        return found
-
-
 class Ages:
-    """What is offered and not too old, by tenant and age."""
+    """Which chunks are too old, and what is offered of the others, by tenant and age."""
 
     def __init__(self, rules: RetentionRules, now_seconds: float) -> None:
         self.rules = rules
-        self.expiry = Expiry(rules, now_seconds)
+        self.limits = TenantLimits(rules)
+        self._now = int(now_seconds * MICROSECONDS)
+        [self._ttl] = _column([_micros(rules.ttl_seconds)]).tolist()
         self._by_tenant = rules.tenants_capped
         self._sums = Sums()
         self._coarse = 0
@@ -206,11 +188,22 @@ class Ages:
         cells = cells_of(chunks, self.spans(chunks.times))
         if not self._by_tenant:
             cells = replace(cells, tenants=np.zeros(len(cells), dtype=np.uint64))
-        kept = np.flatnonzero(self.expiry.reasons(chunks) == RetentionReason.KEPT)
+        kept = np.flatnonzero(self.expired(chunks) == RetentionReason.KEPT)
         self._sums.add(cells.take(kept))
         while self._coarse < COARSEST and self._sums.num_joined > CELLS_MAX:
             self._coarse += 1
             self._sums.coarsen()
+
+    def expired(self, chunks: Chunks) -> Reasons:
+        """For each chunk, the TTL that it exceeds: shape [n]."""
+        own = self.limits.values(self.limits.ttl, chunks.tenants)
+        found: Reasons = np.zeros(len(chunks), dtype=np.uint8)
+        found[chunks.times < self._now - own] = RetentionReason.TENANT_TTL
+        found[chunks.times < self._now - self._ttl] = RetentionReason.TTL
+        bounded = np.minimum(own, self._ttl) < NO_LIMIT
+        future = self._now + FUTURE_SECONDS_MAX * MICROSECONDS
+        found[bounded & (chunks.times > future)] = RetentionReason.CLOCK
+        return found
 
     def spans(self, times: Longs) -> Longs:
         """The span of each time."""
@@ -293,7 +286,7 @@ class RetentionDecision:
 
     def __init__(self, ages: Ages) -> None:
         self._ages = ages
-        rules, cells, tenants = ages.rules, ages.cells, ages.expiry.tenants
+        rules, cells, tenants = ages.rules, ages.cells, ages.limits
         present = cells.tenants[_starts(cells.tenants)]
         sizes = tenants.values(tenants.size_bytes_max, present)
         objects = tenants.values(tenants.objects_max, present)
@@ -323,7 +316,7 @@ class RetentionDecision:
         return found
 
     def _of_chunks(self, chunks: Chunks) -> Reasons:
-        found = self._ages.expiry.reasons(chunks)
+        found = self._ages.expired(chunks)
         spans = self._ages.spans(chunks.times)
         no_tenant = np.zeros(len(chunks), dtype=np.uint64)
         reason = RetentionReason

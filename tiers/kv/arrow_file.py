@@ -34,11 +34,7 @@ import pyarrow as pa
 from tiers.errors import LayoutError
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from tiers.kv.layout import ChunkLayout
-
-    Bytes = npt.NDArray[np.uint8]
+    from tiers.kv.layout import Bytes, ChunkLayout
 
 FORMAT: Final = 1
 PAGE_BYTES: Final = 4096

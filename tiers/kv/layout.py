@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    Bytes = npt.NDArray[np.uint8]
+
 LAYERS_MAX: Final = 1024
 HEADS_MAX: Final = 65_536
 BLOCK_TOKENS_MAX: Final = 65_536

@@ -23,12 +23,8 @@ from tiers.kv.packing import planes_of
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    import numpy.typing as npt
-
-    from tiers.kv.layout import ChunkLayout
+    from tiers.kv.layout import Bytes, ChunkLayout
     from tiers.kv.packing import Plane
-
-    Bytes = npt.NDArray[np.uint8]
 
 SOURCES_MAX: Final = 64
 """Sources of one target; with more, the chunk is a miss."""
