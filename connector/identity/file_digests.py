@@ -12,6 +12,7 @@ a second change within the same tick of the clock would not show.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import os
@@ -22,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
-from filelock import FileLock, Timeout
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Iterable, Sequence
@@ -142,10 +142,21 @@ def _remember(place: Path, entries: dict[str, str]) -> None:
 @contextmanager
 def _alone(path: Path) -> Generator[None]:
     """Hold a lock against other processes of this user that read weights, if it can be had."""
-    lock = FileLock(path, WAIT_SECONDS_MAX, mode=0o600)
-    with suppress(OSError, NotImplementedError, Timeout):
-        lock.acquire()
     try:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError:
+        yield
+        return
+    try:
+        deadline = time.monotonic() + WAIT_SECONDS_MAX
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.05)
+            except OSError:
+                break
         yield
     finally:
-        lock.release()
+        os.close(lock)

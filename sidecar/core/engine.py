@@ -67,6 +67,13 @@ CHUNKS_FORGOTTEN_MAX: Final = 64
 """Chunks that one `ForgetRealms` evicts. Each takes about 20 microseconds of the event loop."""
 
 
+def _yes(*_: object) -> bool:
+    return True
+
+
+def _nothing(*_: object) -> None: ...
+
+
 class Engine:
     """Decides. Give it every event, carry out every command, and report how each one ended.
 
@@ -86,10 +93,10 @@ class Engine:
         *,
         epoch: int,
         tenants: Tenants | None = None,
-        admit_write: Callable[[int, bytes, int, int], bool] = lambda *_: True,
-        room_to_write: Callable[[int, int, int], bool] = lambda *_: True,
-        notify: Callable[[list[FlagChange]], None] = lambda _: None,
-        notify_listed: Callable[[Realm, Keys], None] = lambda *_: None,
+        admit_write: Callable[[int, bytes, int, int], bool] = _yes,
+        room_to_write: Callable[[int, int, int], bool] = _yes,
+        notify: Callable[[list[FlagChange]], None] = _nothing,
+        notify_listed: Callable[[Realm, Keys], None] = _nothing,
     ) -> None:
         self.counters = Counters()
         self.limits = limits

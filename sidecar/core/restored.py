@@ -24,7 +24,7 @@ class SlotAllocator(Protocol):
         """The class of slots that hold one segment of this geometry."""
         ...
 
-    def allocate(self, class_id: int) -> int | None:
+    def allocate(self, slot_bytes: int) -> int | None:
         """Allocate a slot; None if none is free."""
         ...
 

@@ -61,9 +61,11 @@ class Region(Protocol):
 
     def gather(self, block_ids: BlockIds, payload: Bytes) -> Transfer:
         """A copy of blocks to `payload`, a part of the pool."""
+        ...
 
     def scatter(self, block_ids: BlockIds, payload: Bytes) -> Transfer:
         """A copy of `payload`, a part of the pool, to blocks."""
+        ...
 
 
 class CopyPlan:

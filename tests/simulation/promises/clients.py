@@ -20,10 +20,10 @@ CLIENTS = (
     ),
     Mutation(
         "an index entry is lost when the index grows",
-        "IndexUpdater.set",
-        "self._grow_if_full(realm)",
-        "smaller = realm.index; self._grow_if_full(realm); realm.index is smaller "
-        "or realm.index.set(tag_of(command.key, realm.index_salt), 0)",
+        "IndexGrowth.finish",
+        "(*self._smaller.overflow.items(), *self._changes)",
+        "()",
+        seed=31,
     ),
     # Sessions, epochs, shares.
     Mutation(
@@ -60,7 +60,7 @@ CLIENTS = (
         "self._session_max",
         "UNLIMITED",
         ("flood of loads",),
-        seed=61,
+        seed=7,
     ),
     # Tenants.
     Mutation(
@@ -107,7 +107,6 @@ CLIENTS = (
         "retention=retention,",
         "retention=retention._replace(expires_at=float('inf')),",
         ("sidecar killed",),
-        seed=1,
     ),
     Mutation(
         "what is to stay on the node is written",
@@ -149,7 +148,7 @@ CLIENTS = (
         "self.window + 1",
         "self.window + 5",
         ("several groups",),
-        seed=6,
+        seed=8,
     ),
     Mutation(
         "a load looks for all chunks in the first group",

@@ -11,7 +11,7 @@ MEMORY = (
         "HostTier._victim",
         "chunk.pins == 0 and not chunk.busy",
         "not chunk.busy",
-        seed=37,
+        seed=3,
     ),
     Mutation(
         "a slot is evicted under a running copy",
@@ -32,6 +32,7 @@ MEMORY = (
         " and segment.running == 0",
         "",
         ("memory damaged, then loaded", "requests at once"),
+        seed=1,
     ),
     Mutation(
         "the last copy does not free a zombie's slot",
@@ -39,7 +40,7 @@ MEMORY = (
         "segment.running == 0",
         "segment.running < 0",
         ("memory damaged, then loaded", "store slow"),
-        seed=2,
+        seed=1,
     ),
     Mutation(
         "the ledger keeps a slot that was freed",
@@ -86,7 +87,7 @@ MEMORY = (
         "Reads.ended",
         "if event.outcome is StoreOutcome.OK:",
         "if True:",
-        seed=6,
+        seed=9,
     ),
     Mutation(
         "a chunk is offered when one rank has it",
@@ -107,7 +108,7 @@ MEMORY = (
         "self.verify_payload(view)",
         "pass",
         ("object damaged", "store damages", "another cluster writes"),
-        seed=3,
+        seed=9,
     ),
     Mutation(
         "an object under a wrong name is taken in",
@@ -115,6 +116,7 @@ MEMORY = (
         "key is not None and meta.key != key",
         "False",
         ("objects under wrong names",),
+        seed=5,
     ),
     Mutation(
         "a damaged slot is written to the store",
@@ -136,7 +138,7 @@ MEMORY = (
         "Writes.ended",
         "self._host.quarantine(chunk)",
         "pass",
-        seed=9,
+        seed=3,
     ),
     Mutation(
         "a slot is sealed with another chunk's row",
@@ -151,6 +153,7 @@ MEMORY = (
         "self._tenants.charge(chunk.tenant, segment.slot_bytes)",
         "self._tenants.charge(chunk.tenant, segment.slot_bytes); self.slots.seal(slot)",
         ("sidecar killed in the middle of a copy",),
+        seed=2,
     ),
     Mutation(
         "a sealed slot does not come back",

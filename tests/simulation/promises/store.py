@@ -25,7 +25,7 @@ STORE = (
         "return chunk, reason",
         "return None",
         ("store fails", "object vanishes", "another cluster writes"),
-        seed=4,
+        seed=6,
     ),
     Mutation(
         "a lookup calls ready what is not there",
@@ -39,7 +39,7 @@ STORE = (
         "min(limit_seconds, self.saved_seconds(ready, limit_seconds) + self.compute_seconds)",
         "limit_seconds",
         ("store slow", "another cluster writes"),
-        seed=6,
+        seed=25,
     ),
     Mutation(
         "a lookup outlives its session",
@@ -47,7 +47,7 @@ STORE = (
         "self.lookups.close_session(session.session_id)",
         "pass",
         ("session cut", "store slow", "another cluster writes"),
-        seed=7,
+        seed=10,
     ),
     Mutation(
         "a lookup outlives its release",
@@ -55,14 +55,13 @@ STORE = (
         "if lookup is not None:",
         "if False:",
         ("abort", "store slow", "another cluster writes"),
-        seed=65,
     ),
     Mutation(
         "pins of an answered lookup stay for ever",
         "Lookups.expire",
         "if lookup.expires <= now:",
         "if False:",
-        seed=37,
+        seed=63,
     ),
     Mutation(
         "reads are not bounded",
@@ -76,6 +75,7 @@ STORE = (
         "if not self.breaker.passes(now):",
         "if False:",
         ("flood of lookups", "store fails", "store slow"),
+        seed=13,
     ),
     Mutation(
         "a read starts for which nobody waits",
@@ -83,7 +83,7 @@ STORE = (
         "self.queue.discard(segment)",
         "pass",
         ("store slow", "another cluster writes"),
-        seed=4,
+        seed=5,
     ),
     Mutation(
         "an object that is gone is called stored",
@@ -91,7 +91,7 @@ STORE = (
         "self._store.missing(realm, key, bit)",
         "pass",
         ("object vanishes", "another cluster writes"),
-        seed=3,
+        seed=6,
     ),
     # Writes.
     Mutation(
@@ -119,6 +119,7 @@ STORE = (
         "Writes.pump",
         "len(self._running) < self._inflight_max and ",
         "",
+        seed=3,
     ),
     Mutation(
         "a store that fails is written to all the same",
@@ -133,6 +134,6 @@ STORE = (
         "if self.draining and self.engine.pending_work().idle:",
         "if self.draining:",
         ("sidecar terminated", "store slow"),
-        seed=39,
+        seed=6,
     ),
 )
