@@ -81,7 +81,7 @@ class Expiries(Generic[T]):
             self._heap = [entry for entry in self._heap if self._valid(entry[2], entry[0])]
             heapq.heapify(self._heap)
             self._sweep_at = 2 * len(self._heap) + _STALE_MAX
-        # Behind the sweep: a chunk gets its slot, and is valid, only after this.
+        # After the sweep: a chunk gets its slot, and is valid, only after this.
         heapq.heappush(self._heap, (expires_at, next(self._numbers), what))
 
     def due(self, now: float) -> Iterator[T]:
