@@ -144,7 +144,8 @@ class Retrying(Wrapper):
     attempts_max: int = 4
     pause_seconds: float = 0.1
     pause_seconds_max: float = 2.0
-    rng: random.Random = dataclasses.field(default_factory=random.Random)
+    # Spreads pauses, guards nothing. The lambda lets tests replace `random` in this module.
+    rng: random.Random = dataclasses.field(default_factory=lambda: random.Random())  # noqa: PLW0108, S311
     sleep: Callable[[float], Awaitable[None]] = anyio.sleep
     retried: Counter[str] = dataclasses.field(default_factory=Counter[str], init=False)
     """Attempts that failed and were followed by another, by cause."""
