@@ -30,7 +30,15 @@ def summary(stages: Sequence[Stage], found: Mapping[str, Record]) -> str:
     )
     lines = [counted, "", *_table(stages, found)]
     if failed:
-        lines += ["", "Failures:", "", *map(_failure, failed)]
+        # A table, because its lines may be as long as the names of tests.
+        lines += [
+            "",
+            "Failures:",
+            "",
+            "| stage | exit code | first failures |",
+            "| --- | --- | --- |",
+        ]
+        lines += map(_failure, failed)
     return "\n".join(lines) + "\n"
 
 
@@ -57,7 +65,7 @@ def _row(stage: Stage, record: Record | None) -> tuple[str, ...]:
 
 
 def _failure(record: Record) -> str:
-    return f"- {record.stage}, exit code {record.exit_code}: {'; '.join(record.failures)}"
+    return f"| {record.stage} | {record.exit_code} | {'; '.join(record.failures)} |"
 
 
 def publish(

@@ -123,7 +123,7 @@ def test_a_stage_that_failed_is_recorded_and_runs_again(
     assert (record.exit_code, record.failures) == (3, ["tests/test_a.py::test_b"])
     told = capsys.readouterr().out
     assert "2 stages: 1 passed, 1 failed, 0 not run." in told
-    assert "- bad, exit code 3: tests/test_a.py::test_b" in told
+    assert "| bad | 3 | tests/test_a.py::test_b |" in told
     assert command(given) == 1
     assert (runs("bad", repository), runs("good", repository)) == (2, 1)
 

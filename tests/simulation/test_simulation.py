@@ -84,7 +84,8 @@ SITUATIONS = [
 ]  # fmt: skip
 """A simulation that never gets into a situation proves nothing about it."""
 RARE = {
-    "STORING + DETACHED", "abort while loading", "attach refused: engine", "client does not read",
+    "READING + DETACHED", "STORING + DETACHED", "abort while loading", "attach refused: engine",
+    "client does not read",
     "copy expired: was not reached", "counter reads_dropped_full", "damage outlives a sidecar",
     "lookup CORRUPT", "read missing", "scatter expired", "scatter failed",
     "store: answer to read lost", "store: object missing", "store: read damaged",
