@@ -36,6 +36,8 @@ def of_pytest(text: str) -> Counts:
     for part in summaries[-1].split(", ") if summaries else ():
         count, word = part.split()
         number[word.removesuffix("s")] = int(count)
+    if not summaries and "no tests ran in " in text:
+        return Counts("tests", failures=("pytest collected no test",))
     return Counts(
         "tests",
         passed=number.get("passed", 0),

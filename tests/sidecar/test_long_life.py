@@ -153,9 +153,9 @@ def test_stores_and_loads_leave_nothing_behind(
         assert now["chunks_loaded"] - told["chunks_loaded"] > stores / 2
         assert now["chunks_evicted"] > stores / 2
         grown = {name: after[name] - value for name, value in before.items()}
-        # One object that is kept for each store would be seen four times over. Caches and what the
-        # last merge of logs left account for some hundred.
-        assert grown["sidecar.objects"] < stores / 4, grown
+        # One object that is kept for each store would be seen four times over in the short life,
+        # and ten times in the long one. Caches and the last merge of logs account for some hundred.
+        assert grown["sidecar.objects"] < max(1_000, stores / 10), grown
         assert grown["sidecar.anonymous_bytes"] < 8 << 20, grown
         # Connections to the store are kept: as many as there ever were requests side by side. One
         # that is lost in a hundred stores would be seen.
