@@ -15,10 +15,8 @@ from __future__ import annotations
 import json
 import re
 import urllib.parse
-from typing import TYPE_CHECKING, Final, cast
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from collections.abc import Iterable
+from typing import Final, cast
 
 MASK: Final = "***"
 SECRET_CHARACTERS_MIN: Final = 6
@@ -27,10 +25,11 @@ _SECRET_NAME: Final = re.compile(
     r"key|secret|token|pass|cred|private|session|signature|sas|auth|connection_string",
     re.IGNORECASE,
 )
-_USERINFO: Final = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?P<user>[^/\s]*)@")
+# Bounded: without a limit, long texts without "://" take time with the square of their length.
+_USERINFO: Final = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]{0,31}://)(?P<user>[^/\s]*)@")
 _QUERY: Final = re.compile(r"\?.*$", re.DOTALL)
 """It may be a signature (Azure)."""
-_QUERY_IN_TEXT: Final = re.compile(r"(?<=://)([^\s?]+)\?[^\s)\"']+")
+_QUERY_IN_TEXT: Final = re.compile(r"(?<=://)([^\s?]{1,2048})\?[^\s)\"']+")
 
 
 class Redactor:

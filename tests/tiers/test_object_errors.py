@@ -206,5 +206,5 @@ def test_user_and_password_are_removed_from_a_url() -> None:
 
 
 def test_a_long_answer_is_cut() -> None:
-    error = translate(OSError("x" * 100_000), "read s3://b/name", NO_SECRETS)
+    error = translate(OSError("x" * 1_000_000), "read s3://b/name", NO_SECRETS)
     assert len(str(error)) < DETAIL_CHARACTERS_MAX + 200
