@@ -19,9 +19,12 @@ import os
 import socket
 import threading
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import zmq
 
 from sidecar.protocol import (
@@ -47,12 +50,6 @@ from sidecar.protocol import (
     stream_length,
 )
 from tiers.kv.index import IndexReader, tags_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import numpy as np
-    import numpy.typing as npt
 
 logger = logging.getLogger("vllm.kvlake")
 

@@ -15,24 +15,22 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from connector.client import Client
 from sidecar.protocol import (
     EVENT_NAME_BYTES,
     HITS_OWNER,
     Events,
     Release,
     RemovedEvent,
+    ServerMessage,
     StoredEvent,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from vllm.distributed.kv_events import KVCacheEvent
-
-    from connector.client import Client
-    from sidecar.protocol import ServerMessage
 
 BLOCKS_MAX: Final = 1 << 18
 HASHES_PER_EVENT_MAX: Final = 4096

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -23,9 +24,6 @@ from tiers.errors import LayoutError
 from tiers.kv.fence import WorkerFence
 from tiers.kv.layout import KVLayout, Segment
 from tiers.kv.memfd import keep_out_of_dumps, sealed_memfd
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 
 class ExportRefused(Exception):

@@ -7,13 +7,11 @@ engine at its start. An unknown option is only logged: a later release of vLLM m
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection, Mapping
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
 
 logger = logging.getLogger("vllm.kvlake")
 

@@ -7,13 +7,11 @@ are already as a worker sends them to its sidecar.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final, TypeVar
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from sidecar.protocol import LoadJob, StoreJob
+from sidecar.protocol import LoadJob, StoreJob
 
 OVERHEAD_BYTES_MAX: Final = 128
 """Size of an encoded job, or chunk of a job, without its tokens and block ids."""

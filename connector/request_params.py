@@ -8,15 +8,13 @@ off everything.
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
 from sidecar.protocol import PIN_MS_MAX, TTL_MS_MAX
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
 
 logger = logging.getLogger("vllm.kvlake")
 

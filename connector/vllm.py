@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -23,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.request import RequestStatus
 
 import connector.ownership  # noqa: F401 # pyright: ignore[reportUnusedImport] (looks first)
-from connector.client import Attempt, Client, UncachedNotice
+from connector.client import Attempt, Client, UncachedNotice, UncachedReason
 from connector.events import events_endpoints, hits_event, vllm_events
 from connector.export import ExportedMemory, ExportRefused, GroupTensors, MemfdAllocation, export
 from connector.identity.adapters import LoadedAdapters
@@ -48,9 +50,6 @@ from connector.worker import WorkerRole
 from sidecar.protocol import Attach, Role
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from contextlib import AbstractContextManager
-
     import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
@@ -60,8 +59,6 @@ if TYPE_CHECKING:
     )
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
-    from connector.client import UncachedReason
 
 logger = logging.getLogger("vllm.kvlake")
 UNCACHED: Final = "kvlake: this engine is served without the cache, because %s"

@@ -55,15 +55,13 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from inspect import currentframe
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-
-    from connector.identity.adapters import LoadedAdapters
+from connector.identity.adapters import LoadedAdapters
 
 logger = logging.getLogger("vllm.kvlake")
 

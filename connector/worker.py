@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from connector.client import Attempt, Client, SidecarSession
-from connector.export import EXPORT_FAULTS, fault_reason
+from connector.export import EXPORT_FAULTS, ExportedMemory, fault_reason
 from connector.plan import Load, StepPlan, StepReport, Store, batches
 from sidecar.protocol import (
     FRAME_BYTES_MAX,
@@ -25,16 +26,11 @@ from sidecar.protocol import (
     Done,
     Error,
     Outcome,
+    ServerMessage,
     Submit,
 )
 from tiers.errors import TierError
 from tiers.kv.fence import WorkerFence
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from connector.export import ExportedMemory
-    from sidecar.protocol import ServerMessage
 
 logger = logging.getLogger("vllm.kvlake")
 

@@ -20,14 +20,17 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import anyio
 import anyio.abc
 import anyio.to_thread
 import pyarrow as pa
 
+from sidecar.config.model import Config
 from sidecar.core.commands import Restored, RestoredSlot, Tick
 from sidecar.data.host_pool import closing, map_ahead, open_pool
 from sidecar.events.sockets import EventSockets
@@ -44,15 +47,9 @@ from sidecar.service.watchdog import SelfChecks, Watchdog
 from sidecar.transport.job_socket import JobSocket
 from sidecar.transport.unix_listener import UnixListener
 from tiers.errors import TierError
+from tiers.pool.host_pool import HostPool
 from tiers.redaction import conceal
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from sidecar.config.model import Config
-    from tiers.pool.host_pool import HostPool
-    from tiers.store.middleware import Metered
+from tiers.store.middleware import Metered
 
 TICK_SECONDS: Final = 0.05
 TICK_SECONDS_WAITED_FOR: Final = 0.01

@@ -6,10 +6,8 @@ Invariant: `parse(format(x)) == x` for whole bytes and whole milliseconds.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from collections.abc import Mapping
+from typing import Final
 
 SIZE_UNITS: Final = {
     "B": 1,

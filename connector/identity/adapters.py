@@ -13,14 +13,10 @@ own KV of the old files.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
-from connector.identity.weights import WeightsUnknown, read_adapter, same_adapter
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from connector.identity.weights import AdapterFiles
+from connector.identity.weights import AdapterFiles, WeightsUnknown, read_adapter, same_adapter
 
 logger = logging.getLogger("vllm.kvlake")
 

@@ -6,9 +6,10 @@ only the worker finds a reason, it reports that with its first step.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from math import lcm
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.kv_cache_interface import (
@@ -26,9 +27,6 @@ from connector.identity.parallelism import parallel_layout_of
 from connector.identity.speculative import WITHOUT_LAYERS, speculation_unsupported_reason
 from sidecar.protocol import GROUPS_MAX
 from tiers.errors import LayoutError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 SINCE_VLLM_0_33: Final = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 _VARIANT_AFTER_A_PREFIX_HIT: Final = ("FLASHINFER", "TRITON_MLA")

@@ -17,15 +17,13 @@ import hashlib
 import logging
 import os
 import time
+from collections.abc import Collection, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import msgspec
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Generator, Iterable, Sequence
 
 logger = logging.getLogger("vllm.kvlake")
 

@@ -17,11 +17,9 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from typing import Final
 
 NO_PARENT: Final = bytes(32)
 _DOMAIN: Final = b"kvlake/key/1\0"

@@ -12,13 +12,10 @@ is only copied, and only engines with the same ranks share it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeAlias
 
 from vllm.v1.kv_cache_interface import MambaSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
 
 ALIGNED: Final = "align"
 """The mode in which a block holds the state after its last token."""

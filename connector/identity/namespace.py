@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
@@ -27,9 +28,6 @@ from connector.identity.weights import model_identity, settings_digest
 from connector.options import samples_weights
 from sidecar.protocol import MODEL_CHARACTERS_MAX
 from tiers.kv.packing import BY_TOKEN, regroups
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 MEDIA_SETTINGS: Final = (
     "mm_processor_kwargs",

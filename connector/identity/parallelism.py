@@ -7,14 +7,12 @@ because a layer taken for another would give wrong KV.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tiers.errors import LayoutError
 from tiers.kv.layout import Segment, head_segment
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, slots=True)

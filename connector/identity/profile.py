@@ -7,11 +7,14 @@ Read once from vLLM's configuration. If the engine is refused (`identity/eligibi
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
+from connector.client import UncachedReason
+from connector.export import ExportedMemory
 from connector.identity.eligibility import (
     attention_of,
     chunk_tokens_unsupported_reason,
@@ -21,20 +24,12 @@ from connector.identity.eligibility import (
 )
 from connector.identity.groups import CachedGroup, Geometry, chunk_tokens_of, whole_blocks
 from connector.identity.namespace import digest_of, encoding_of, namespace_of, served_as
-from connector.identity.parallelism import parallel_layout_of
+from connector.identity.parallelism import ParallelLayout, parallel_layout_of
 from connector.identity.speculative import speculation_of
 from connector.identity.weights import WeightsUnknown
 from connector.options import chunk_tokens_source, option
 from sidecar.protocol import PROTOCOL_VERSION, Attach, Group, Role, sockets_of, tiers_owner
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from connector.client import UncachedReason
-    from connector.export import ExportedMemory
-    from connector.identity.parallelism import ParallelLayout
-    from tiers.kv.layout import KVLayout, Segment
-
+from tiers.kv.layout import KVLayout, Segment
 
 CHUNK_TOKENS: Final = 256
 """The default, rounded up to whole blocks."""

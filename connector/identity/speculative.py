@@ -15,14 +15,12 @@ A drafter without layers (n-grams, suffixes, heads on hidden states) changes not
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from connector.identity.weights import model_identity
 from connector.options import samples_weights
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 WITHOUT_LAYERS: Final = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 READS_AHEAD: Final = ("eagle", "eagle3", "mtp")

@@ -11,6 +11,7 @@ this process.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
@@ -32,8 +33,6 @@ from vllm.v1.kv_offload.base import (
 from connector.worker import IDLE_WAIT_MS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import torch
 
 Bytes = npt.NDArray[np.uint8]

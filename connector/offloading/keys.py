@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import (
@@ -27,16 +28,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping i
 )
 from vllm.v1.kv_offload.base import Locality, Medium, OffloadingEvent
 
+from connector.events import TierEvent
 from connector.identity.namespace import canonical_json, digest_of
 from sidecar.protocol import EVENT_NAME_BYTES, TIERS_OWNER, StoredEvent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from vllm.v1.kv_offload.base import OffloadKey
     from vllm.v1.kv_offload.config import OffloadingConfig
-
-    from connector.events import TierEvent
 
 NAMES_KEPT_MAX: Final = 65_536
 _KEY_DOMAIN: Final = b"kvlake/offloading/1\0"

@@ -20,25 +20,22 @@ from __future__ import annotations
 import mmap
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from connector.client import SidecarSession
 from connector.export import ExportedMemory
 from connector.identity.keys import NO_PARENT
 from connector.plan import Load, StepPlan, Store
+from connector.worker import WorkerRole
 from sidecar.protocol import JOBS_PER_MESSAGE_MAX, LoadChunk, LoadJob, StoreChunk, StoreJob
 from tiers.kv.layout import CONTENT_BYTES_MAX, ROW_ENCODING, KVLayout, Segment
 from tiers.kv.memfd import keep_out_of_dumps, sealed_memfd
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from connector.client import SidecarSession
-    from connector.worker import WorkerRole
 
 Rows = npt.NDArray[np.uint8]
 """Shape: [rows, bytes]."""

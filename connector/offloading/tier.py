@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -28,8 +29,9 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 import connector.ownership  # noqa: F401 # pyright: ignore[reportUnusedImport] (checks at import)
-from connector.client import Attempt, Client
+from connector.client import Attempt, Client, SidecarSession
 from connector.events import TierEvents
+from connector.export import ExportedMemory
 from connector.identity.keys import NO_PARENT
 from connector.identity.namespace import served_as
 from connector.offloading.keys import ChunkKeys, row_namespace_of
@@ -51,8 +53,6 @@ from sidecar.protocol import (
 from tiers.kv.index import FLAG_HOST, FLAG_STORE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from vllm.v1.kv_offload.base import (
         OffloadingEvent,
         OffloadingSpec,
@@ -61,9 +61,6 @@ if TYPE_CHECKING:
         ScheduleEndContext,
     )
     from vllm.v1.kv_offload.tiering.base import TransferJob
-
-    from connector.client import SidecarSession
-    from connector.export import ExportedMemory
 
 TOPOLOGY: Final = "offloading"
 """Chunks hold the parts of all ranks."""

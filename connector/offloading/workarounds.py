@@ -7,6 +7,7 @@ tiers.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.kv_offload.base import LoadStoreSpec, LookupResult, PrepareStoreOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-
     from vllm.v1.kv_offload.base import OffloadKey, ReqContext, ScheduleEndContext
 
 logger = logging.getLogger("vllm.kvlake")

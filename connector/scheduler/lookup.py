@@ -6,20 +6,19 @@ microseconds and reads the shared index as it is at that moment.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from connector.client import SidecarSession
 from connector.identity.groups import aligned, longest_hit
+from connector.scheduler.requests import GroupState, RequestState
 from tiers.kv.index import FLAG_HOST, FLAG_STORE, tags_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
-
-    from connector.client import SidecarSession
     from connector.identity.groups import Geometry
-    from connector.scheduler.requests import GroupState, RequestState
 
 ANYWHERE: Final = FLAG_HOST | FLAG_STORE
 

@@ -11,21 +11,15 @@ ended leaves nothing here and no pins in the sidecar.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from connector.scheduler.lookup import keys_and_groups
-from connector.scheduler.requests import SentLookup
-from sidecar.protocol import Lookup, Release
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from connector.client import Client, SidecarSession
-    from connector.scheduler.lookup import HitFinder
-    from connector.scheduler.requests import RequestState, Settings
-    from connector.scheduler.stats import Stats
-    from sidecar.protocol import LookupDone
+from connector.client import Client, SidecarSession
+from connector.scheduler.lookup import HitFinder, keys_and_groups
+from connector.scheduler.requests import RequestState, SentLookup, Settings
+from connector.scheduler.stats import Stats
+from sidecar.protocol import Lookup, LookupDone, Release
 
 SESSIONS_ASKED_MAX: Final = 4
 """Sessions that one request asks in turn, so that a restarting sidecar cannot delay it for ever."""

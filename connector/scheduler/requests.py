@@ -9,25 +9,24 @@ our keys do not describe. Does not own any decision about loading or storing.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from connector.client import SidecarSession
 from connector.identity.adapters import Adapters
 from connector.identity.keys import KeyChain, MediaItem, root_key
 from connector.identity.speculative import NO_DRAFTS, Speculation
+from connector.plan import Load
 from connector.request_params import RequestParams, RequestParamsReader
 from sidecar.protocol import tenant_id
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from connector.client import SidecarSession
     from connector.identity.groups import CachedGroup, Geometry
     from connector.identity.mamba import State
-    from connector.plan import Load
 
 logger = logging.getLogger("vllm.kvlake")
 

@@ -19,10 +19,12 @@ import itertools
 import logging
 import os
 import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from connector.events import TierEvents
+from connector.client import Client
+from connector.events import TierEvent, TierEvents
 from connector.identity.groups import aligned
 from connector.plan import Load, StepPlan, StepReport
 from connector.request_params import EXPECT, PARAMS
@@ -35,10 +37,6 @@ from connector.vllm_workarounds import UncomputedBlocks
 from sidecar.protocol import Lease, LoadChunk, LoadJob, LookupDone, Release
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from connector.client import Client
-    from connector.events import TierEvent
     from connector.identity.groups import CachedGroup
     from connector.identity.mamba import State
 

@@ -17,27 +17,26 @@ Invariants:
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from connector.client import Client, SidecarSession
 from connector.plan import BLOCK_ID_BYTES_MAX, OVERHEAD_BYTES_MAX, StepReport, Store, batches
 from connector.scheduler.lookup import keys_and_groups, pieces_kept
+from connector.scheduler.requests import (
+    GroupState,
+    PrefixCache,
+    Requests,
+    RequestState,
+    Settings,
+)
+from connector.scheduler.stats import Stats
 from sidecar.protocol import FRAME_BYTES_MAX, KEYS_PER_MESSAGE_MAX, Pin, StoreChunk, StoreJob
 from tiers.kv.index import FLAG_HOST
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from connector.client import Client, SidecarSession
     from connector.identity.mamba import State
-    from connector.scheduler.requests import (
-        GroupState,
-        PrefixCache,
-        Requests,
-        RequestState,
-        Settings,
-    )
-    from connector.scheduler.stats import Stats
 
 JOB_BYTES_MAX: Final = FRAME_BYTES_MAX // 4
 """Upper bound of one job: it cannot be split later, and fails with its message."""

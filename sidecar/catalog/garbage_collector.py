@@ -21,11 +21,15 @@ import secrets
 import socket
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import anyio
 
+from sidecar.catalog.sync import StoreHealth
+from sidecar.config.model import Config
+from sidecar.core.tenants import Quota
 from sidecar.logs import fields
 from tiers.catalog.compaction import compact
 from tiers.catalog.compaction_work import CompactionPlan, CompactionReport
@@ -36,14 +40,7 @@ from tiers.catalog.orphans import remove_leftovers
 from tiers.catalog.retention import RetentionLimits, RetentionRules
 from tiers.catalog.scan import Superseded
 from tiers.errors import TierError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from sidecar.catalog.sync import StoreHealth
-    from sidecar.config.model import Config
-    from sidecar.core.tenants import Quota
-    from tiers.store.object_tier import ObjectTier
+from tiers.store.object_tier import ObjectTier
 
 LEASE_SECONDS: Final = 60.0
 RELEASE_SECONDS_MAX: Final = 5.0

@@ -17,27 +17,24 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import anyio
 import anyio.lowlevel
 import numpy as np
 
+from sidecar.catalog.service import Catalogs
 from sidecar.logs import fields
+from sidecar.sessions.namespaces import RealmLayout, Realms
 from tiers.catalog.major_compaction import MARGIN_SECONDS
 from tiers.catalog.merge import SHARDS
 from tiers.catalog.names import namespace_prefix
 from tiers.catalog.orphans import nonempty_shards, rows_in_shard
+from tiers.catalog.rows import Rows
 from tiers.errors import TierError
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from sidecar.catalog.service import Catalogs
-    from sidecar.sessions.namespaces import RealmLayout, Realms
-    from tiers.catalog.rows import Rows
-    from tiers.store.object_tier import ObjectTier
+from tiers.store.object_tier import ObjectTier
 
 PASS_PAUSE_SECONDS: Final = 600.0
 RECONCILE_RETRY_SECONDS: Final = 2.0

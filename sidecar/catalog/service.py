@@ -17,26 +17,21 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping
+from typing import Final
 
+from sidecar.config.store import StoreSettings
 from sidecar.logs import fields
+from sidecar.sessions.namespaces import RealmLayout
 from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.manifest import EMPTY_MANIFEST, Counts, Manifest
-from tiers.catalog.names import catalog_folder, namespace_prefix
+from tiers.catalog.names import LogName, catalog_folder, namespace_prefix
 from tiers.catalog.namespace_info import NamespaceInfo, write_info
 from tiers.catalog.reader import CatalogReader
-from tiers.catalog.rows import NO_TENANT
+from tiers.catalog.rows import NO_TENANT, Row
 from tiers.catalog.usage import NO_USAGE, LogUsage, TenantUsage, Usage, sum_of
 from tiers.errors import TierError, TierUnavailable
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from sidecar.config.store import StoreSettings
-    from sidecar.sessions.namespaces import RealmLayout
-    from tiers.catalog.names import LogName
-    from tiers.catalog.rows import Row
-    from tiers.store.object_tier import ObjectTier
+from tiers.store.object_tier import ObjectTier
 
 OTHERS_FILES_MAX: Final = 4096
 """Files of others' logs that no manifest has merged, each with the usage of its tenants."""

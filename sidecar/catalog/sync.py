@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import anyio
 import anyio.lowlevel
@@ -24,21 +25,17 @@ import anyio.to_thread
 import numpy as np
 
 from sidecar.catalog.reconcile import Reconciler
+from sidecar.catalog.service import Catalogs
+from sidecar.config.store import StoreSettings
 from sidecar.core.commands import CaughtUp, Event, Listed
 from sidecar.core.stored_table import ListedRows
 from sidecar.logs import fields
+from sidecar.sessions.namespaces import RealmLayout, Realms
+from tiers.catalog.names import LogName
+from tiers.catalog.rows import Rows
 from tiers.catalog.usage import cells_by_tenant, usage_by_tenant
 from tiers.errors import TierError
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-
-    from sidecar.catalog.service import Catalogs
-    from sidecar.config.store import StoreSettings
-    from sidecar.sessions.namespaces import RealmLayout, Realms
-    from tiers.catalog.names import LogName
-    from tiers.catalog.rows import Rows
-    from tiers.store.object_tier import ObjectTier
+from tiers.store.object_tier import ObjectTier
 
 ROWS_PER_SLICE: Final = 1024
 """One or two milliseconds of the event loop, where rows are next to each other."""

@@ -12,14 +12,11 @@ import os
 import shlex
 import signal
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from sidecar.cli.console import CommandError, complain
 from sidecar.cli.parser import parser
 from sidecar.exits import Exit, leave
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

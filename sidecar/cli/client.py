@@ -14,6 +14,7 @@ import json
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final, cast
@@ -24,8 +25,7 @@ from sidecar.exits import Exit
 from sidecar.sessions.model_names import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
-
+    # As in `console.py`.
     from sidecar.config.model import Config
 
 DOCUMENT_BYTES_MAX: Final = 16 << 20

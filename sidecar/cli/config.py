@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from sidecar.cli.console import CommandError, Options, load_config, say
 from sidecar.config.model import schema, show
 from sidecar.config.secret_files import SecretFileError, write_secret
 from sidecar.protocol import tenant_id
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def main(options: Options) -> None:

@@ -8,7 +8,7 @@ would find. Nothing is written. A running sidecar answers for host memory
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import anyio.to_thread
 
@@ -23,17 +23,14 @@ from sidecar.cli.store import (
     namespace_of,
     run,
 )
+from sidecar.config.model import Config
 from tiers.catalog.manifest import Counts
 from tiers.catalog.names import catalog_folder
 from tiers.catalog.reader import Files
 from tiers.catalog.scan import all_rows
-from tiers.catalog.usage import UsageTable
+from tiers.catalog.usage import Usage, UsageTable
 from tiers.sizes import approximate_size
-
-if TYPE_CHECKING:
-    from sidecar.config.model import Config
-    from tiers.catalog.usage import Usage
-    from tiers.store.object_tier import ObjectTier
+from tiers.store.object_tier import ObjectTier
 
 _COLUMNS: Final = {
     "NAMESPACE": "namespace",

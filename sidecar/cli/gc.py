@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from typing import Final
 
 import anyio
 import numpy as np
@@ -25,23 +26,18 @@ from sidecar.cli.console import (
 )
 from sidecar.cli.ls import WITHDRAWN_COLUMNS, ListWriter, chunk_documents, chunk_line
 from sidecar.cli.store import TENANTS_SHOWN_MAX, TenantNames, find_namespaces, namespace_of, run
+from sidecar.config.model import Config
 from tiers.catalog.compaction import compact
+from tiers.catalog.compaction_work import CompactionReport
 from tiers.catalog.lease import CatalogLease
 from tiers.catalog.manifest import Counts
 from tiers.catalog.orphans import Leftovers, remove_leftovers
-from tiers.catalog.retention import RetentionReason
+from tiers.catalog.retention import Reasons, RetentionReason
+from tiers.catalog.rows import Rows
 from tiers.catalog.scan import Superseded
 from tiers.catalog.usage import CHUNKS, OBJECTS, SIZE, tenant_of
 from tiers.sizes import approximate_size, format_duration
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from sidecar.config.model import Config
-    from tiers.catalog.compaction_work import CompactionReport
-    from tiers.catalog.retention import Reasons
-    from tiers.catalog.rows import Rows
-    from tiers.store.object_tier import ObjectTier
+from tiers.store.object_tier import ObjectTier
 
 LEASE_POLL_SECONDS: Final = 2.0
 _SUMMED: Final = (

@@ -10,8 +10,9 @@ exception; Arrow's parser sees a file only after all of its bytes were checked.
 from __future__ import annotations
 
 import stat
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 import anyio
 import numpy as np
@@ -23,9 +24,6 @@ from tiers.kv.slot_image import inspect_image
 from tiers.redaction import mask_url
 from tiers.sizes import approximate_size
 from tiers.store.access import Access, provider_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 IMAGE_BYTES_MAX: Final = 4 << 30
 """More than the largest image: a slot's payload is below 2 GiB."""

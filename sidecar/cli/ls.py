@@ -12,10 +12,12 @@ from __future__ import annotations
 import json
 import re
 import time
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final
 
 import anyio.to_thread
 import numpy as np
+import numpy.typing as npt
 
 from sidecar.cli.client import SidecarClient, asks_host, get_list, host_heading, host_memory
 from sidecar.cli.console import (
@@ -36,23 +38,16 @@ from sidecar.cli.store import (
     namespace_of,
     run,
 )
+from sidecar.config.model import Config
 from tiers.catalog.manifest import Counts
 from tiers.catalog.names import KEY_BYTES, catalog_folder
 from tiers.catalog.reader import Files
-from tiers.catalog.retention import RetentionReason
+from tiers.catalog.retention import Reasons, RetentionReason
+from tiers.catalog.rows import Rows
 from tiers.catalog.scan import all_rows
 from tiers.catalog.usage import Chunks, tenant_of
 from tiers.sizes import approximate_size
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    import numpy.typing as npt
-
-    from sidecar.config.model import Config
-    from tiers.catalog.retention import Reasons
-    from tiers.catalog.rows import Rows
-    from tiers.store.object_tier import ObjectTier
+from tiers.store.object_tier import ObjectTier
 
 PAGE_CHUNKS: Final = 1000
 """Chunks in one answer of a sidecar at most."""

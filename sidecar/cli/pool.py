@@ -7,15 +7,12 @@ Invariant: showing changes nothing, also beside a running sidecar; a pool in use
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from sidecar.cli.console import CommandError, Document, NoAnswer, Options, load_config, say, show
 from tiers.errors import PoolError
 from tiers.pool.file import PoolReport, inspect_pool, remove_pool
 from tiers.sizes import approximate_size
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def main(options: Options) -> None:

@@ -13,12 +13,10 @@ import os
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from sidecar.app import ServerInfo
 from sidecar.cli.console import CommandError, NotStarted, Options, load_config
-
-if TYPE_CHECKING:
-    from sidecar.app import ServerInfo
 
 _THREAD_POOLS: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _PR_SET_PDEATHSIG: Final = 1

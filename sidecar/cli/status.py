@@ -7,15 +7,13 @@ Invariant: fields that a document of another release lacks are left out or shown
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, cast
+from collections.abc import Sequence
+from typing import Final, cast
 
 from sidecar.cli.client import client_of
 from sidecar.cli.console import Document, Options, document_table, duration, show, table
 from sidecar.sessions.model_names import model_name
 from tiers.sizes import approximate_size
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _TRAFFIC: Final = (
     ("stored", "engines to host"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, TypeVar
 
 import anyio
 
 from sidecar.catalog.garbage_collector import namespaces
 from sidecar.cli.console import CommandError, Document
+from sidecar.config.model import Config
 from sidecar.core.tenants import UNSALTED
 from sidecar.errors import StartError
 from sidecar.service.store_stack import open_store
@@ -19,12 +21,7 @@ from tiers.catalog.rows import NO_TENANT
 from tiers.catalog.scan import Superseded
 from tiers.catalog.usage import word_of
 from tiers.errors import TierError
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-
-    from sidecar.config.model import Config
-    from tiers.store.object_tier import ObjectTier
+from tiers.store.object_tier import ObjectTier
 
 TENANTS_SHOWN_MAX: Final = 1000
 """Tenants of a namespace that a table names, the largest ones."""

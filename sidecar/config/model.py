@@ -20,11 +20,13 @@ import os
 import re
 import shlex
 import typing
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, cast
+from typing import Any, Final, Self, TypeAlias, cast
 
 import yaml
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError
+from pydantic_core import ErrorDetails
 from yaml.parser import ParserError
 
 from sidecar.config.sections import (
@@ -44,11 +46,6 @@ from sidecar.config.store import StoreSettings
 from tiers.redaction import mask_url
 from tiers.settings import Section
 from tiers.sizes import format_size
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from pydantic_core import ErrorDetails
 
 FieldPath: TypeAlias = tuple[str | int, ...]
 

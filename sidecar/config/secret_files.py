@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import os
 import stat
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from sidecar.errors import StartError
 from tiers.redaction import conceal
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SECRET_BYTES_MAX: Final = 4096
 

@@ -16,23 +16,20 @@ from __future__ import annotations
 
 import enum
 from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from sidecar.core.retention import FOR_EVER, Retention
 from sidecar.core.stored_table import Masks, StoredChunks, StoredColumns, distinct
+from tiers.kv.layout import ChunkLayout, Segment
 from tiers.kv.reshard import cover
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+Flags = npt.NDArray[np.bool_]
 
-    import numpy.typing as npt
-
-    from tiers.kv.layout import ChunkLayout, Segment
-
-    Flags = npt.NDArray[np.bool_]
 
 HISTORY_LINES_MAX: Final = 4096
 """Transitions of all chunks that are remembered, to explain an illegal one."""

@@ -15,7 +15,8 @@ answer), then copies, reads and writes, then messages.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Collection
+from typing import Final
 
 from sidecar.core.commands import (
     CaughtUp,
@@ -50,18 +51,24 @@ from sidecar.core.lookups import Lookups
 from sidecar.core.outbox import CoreParts, EngineLimits, Outbox
 from sidecar.core.pins import Leases, Pins, RequestPins
 from sidecar.core.reads import Reads
+from sidecar.core.restored import SlotAllocator
 from sidecar.core.store_view import StoreView
+from sidecar.core.stored_table import Keys
 from sidecar.core.tenants import Tenants
 from sidecar.core.writes import Writes
-from sidecar.protocol import Error, JobOutcome, Lease, Lookup, Outcome, Pin, Release, Role, Submit
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-
-    from sidecar.core.restored import SlotAllocator
-    from sidecar.core.stored_table import Keys
-    from sidecar.protocol import ClientMessage
-    from tiers.policy import Policy
+from sidecar.protocol import (
+    ClientMessage,
+    Error,
+    JobOutcome,
+    Lease,
+    Lookup,
+    Outcome,
+    Pin,
+    Release,
+    Role,
+    Submit,
+)
+from tiers.policy import Policy
 
 CHUNKS_FORGOTTEN_MAX: Final = 64
 """Chunks that one `ForgetRealms` evicts. Each takes about 20 microseconds of the event loop."""

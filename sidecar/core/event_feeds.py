@@ -16,16 +16,13 @@ Invariants:
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Final, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final, TypeVar
 
 from sidecar.core.commands import Command, Reply
+from sidecar.core.directory import Chunk, FlagChange, Realm
 from sidecar.core.stored_table import Keys, key_list
 from sidecar.protocol import EVENT_NAME_BYTES, Events, RemovedEvent, StoredEvent
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from sidecar.core.directory import Chunk, FlagChange, Realm
 
 EVENTS_PER_MESSAGE_MAX: Final = 8192
 UNREAD_MAX: Final = 64

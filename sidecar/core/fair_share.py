@@ -17,11 +17,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-if TYPE_CHECKING:
-    from sidecar.core.directory import Realm
-    from sidecar.protocol import LoadChunk, StoreChunk
+from sidecar.core.directory import Realm
+from sidecar.protocol import LoadChunk, StoreChunk
 
 PINNED_ALPHA: Final = 7
 UNLIMITED: Final = 1 << 62

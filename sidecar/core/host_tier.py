@@ -21,20 +21,17 @@ from __future__ import annotations
 
 import enum
 from collections import deque
+from collections.abc import Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
 from sidecar.core.commands import Counters, RestoredSlot
 from sidecar.core.directory import Cause, Chunk, Directory, HostSegment, Realm, SegmentState
 from sidecar.core.restored import RestoredSlots, SlotAllocator
 from sidecar.core.retention import FOR_EVER, Expiries, Retention, slot_tag
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from sidecar.core.tenants import Tenants
-    from tiers.kv.layout import ChunkLayout
-    from tiers.policy import Policy
+from sidecar.core.tenants import Tenants
+from tiers.kv.layout import ChunkLayout
+from tiers.policy import Policy
 
 VICTIMS_SCANNED_MAX: Final = 1024
 """Entries of the eviction order that one search examines."""

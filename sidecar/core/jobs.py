@@ -10,8 +10,9 @@ held until `Copied`, whatever happens to the session, the job or the chunk.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from sidecar.core.commands import Copied, Gather, Scatter, SessionOpened
 from sidecar.core.directory import Cause, HostSegment, Realm, SegmentState
@@ -19,11 +20,7 @@ from sidecar.core.fair_share import load_cost, store_cost
 from sidecar.core.outbox import CorePart, CoreParts, Sampling
 from sidecar.core.retention import Retention
 from sidecar.protocol import LoadChunk, LoadJob, Outcome, StoreChunk, StoreJob
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from tiers.kv.layout import ChunkLayout
+from tiers.kv.layout import ChunkLayout
 
 _LOAD_WORST_LAST: Final = (
     Outcome.OK,

@@ -17,21 +17,17 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from sidecar.core.commands import ReadDone, Reply
+from sidecar.core.directory import Chunk, Realm
 from sidecar.core.fair_share import lookup_cost
 from sidecar.core.outbox import CorePart, CoreParts
+from sidecar.core.pins import Pins
 from sidecar.core.planner import Credit, ReadPlan
 from sidecar.core.reads import Reads, can_complete
 from sidecar.protocol import Lookup, LookupDone, Outcome
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from sidecar.core.directory import Chunk, Realm
-    from sidecar.core.pins import Pins
 
 
 @dataclass(slots=True, eq=False)

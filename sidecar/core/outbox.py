@@ -6,20 +6,16 @@ Owns the order of the commands of one event. Which decisions lead to them is up 
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from sidecar.core.breaker import BreakerRules
 from sidecar.core.commands import Command, Counters, IndexOffer, IndexSet, Reply, Resume
+from sidecar.core.directory import Directory, HostSegment
 from sidecar.core.fair_share import FairShares, ShareLimits
+from sidecar.core.host_tier import HostTier
+from sidecar.core.tenants import Tenants
 from sidecar.protocol import Done, JobOutcome
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from sidecar.core.breaker import BreakerRules
-    from sidecar.core.directory import Directory, HostSegment
-    from sidecar.core.host_tier import HostTier
-    from sidecar.core.tenants import Tenants
 
 
 class WritePolicy(enum.StrEnum):

@@ -15,18 +15,15 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from sidecar.core.directory import Chunk, Directory, Realm
 from sidecar.core.fair_share import FairShares, Share, lease_cost, request_pin_cost
 from sidecar.core.outbox import CorePart, CoreParts
 from sidecar.core.retention import Expiries
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from sidecar.core.directory import Chunk, Directory, Realm
-    from sidecar.protocol import Pin
+from sidecar.protocol import Pin
 
 EARLY_JOBS_PER_ENGINE_MAX: Final = 256
 """Load jobs without a lease whose finished ranks are remembered; the oldest are forgotten."""

@@ -11,19 +11,15 @@ Invariant: at most `reads_inflight_max` reads run; one event starts at most `rea
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Iterator
 
 from sidecar.core.breaker import Breaker, BreakerState
 from sidecar.core.commands import Read, ReadDone, Resume, StoreOutcome
 from sidecar.core.directory import Cause, Chunk, HostSegment, Realm, SegmentState
 from sidecar.core.outbox import CorePart, CoreParts
 from sidecar.core.planner import UNKNOWN, Planner, ReadPlan, ReadStart
+from sidecar.core.store_view import StoreView
 from sidecar.protocol import Lookup, Outcome
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
-
-    from sidecar.core.store_view import StoreView
 
 
 class ReadQueue:

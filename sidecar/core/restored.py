@@ -8,13 +8,11 @@ by `sidecar/data/host_pool.py`). Does not own the slots of chunks (`host_tier.py
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterator
+from typing import Protocol
 
 from sidecar.core.commands import RestoredSlot
 from tiers.kv.layout import ChunkLayout
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 class SlotAllocator(Protocol):

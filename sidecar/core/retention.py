@@ -13,12 +13,10 @@ import heapq
 import itertools
 import math
 import struct
-from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from sidecar.protocol import TENANT_BYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 T = TypeVar("T")
 

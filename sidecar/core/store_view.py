@@ -10,18 +10,13 @@ matter. Clocks only order rows of one chunk: a wrong clock costs a miss or a rea
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+import numpy.typing as npt
 
 from sidecar.core.commands import Listed, Quarantine, Withdraw, Written
+from sidecar.core.directory import HostSegment, Realm
 from sidecar.core.outbox import CorePart, CoreParts, WritePolicy
 from sidecar.core.stored_table import Keys, ListedRow, ListedRows, key_list, merged_by_key
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from sidecar.core.directory import HostSegment, Realm
 
 
 class StoreView(CorePart):

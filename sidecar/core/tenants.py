@@ -11,15 +11,12 @@ tenants, `unsalted`, and `other`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from tiers.policy import Policy
 from tiers.policy.lru import LruPolicy
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from tiers.policy import Policy
 
 UNSALTED: Final = "unsalted"
 OTHER: Final = "other"

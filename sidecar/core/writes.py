@@ -15,18 +15,15 @@ be reported as lost.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from sidecar.core.breaker import Breaker
 from sidecar.core.commands import StoreOutcome, Write, Written
+from sidecar.core.directory import Chunk, HostSegment
 from sidecar.core.outbox import CorePart, CoreParts, Sampling, WritePolicy
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
-
-    from sidecar.core.directory import Chunk, HostSegment
-    from sidecar.core.store_view import StoreView
+from sidecar.core.store_view import StoreView
 
 K = TypeVar("K")
 

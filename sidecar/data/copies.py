@@ -21,8 +21,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final, TypeVar
 
 import anyio
 import numpy as np
@@ -32,16 +33,12 @@ from sidecar.core.commands import Copied, Gather, Scatter
 from sidecar.data.copy_queue import CopyGroup, CopyQueue
 from sidecar.logs import fields, traceback_end
 from sidecar.protocol import Outcome
+from sidecar.sessions.session import Session
 from tiers.errors import ChunkCorrupt
+from tiers.kv.copy import Transfer
 from tiers.kv.slot_image import payload_hasher
 from tiers.store.client import run_to_end
 from tiers.threads import DedicatedThreads
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from sidecar.sessions.session import Session
-    from tiers.kv.copy import Transfer
 
 T = TypeVar("T")
 Memory = npt.NDArray[np.uint8]

@@ -16,19 +16,16 @@ Invariants:
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from sidecar.core.commands import Copied, Gather, Scatter
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from sidecar.protocol import Outcome
-    from sidecar.sessions.namespaces import RankLayout
-    from sidecar.sessions.session import Session
-    from sidecar.sessions.worker_memory import WorkerMemory
-    from tiers.kv.copy import Region
+from sidecar.protocol import Outcome
+from sidecar.sessions.namespaces import RankLayout
+from sidecar.sessions.session import Session
+from sidecar.sessions.worker_memory import WorkerMemory
+from tiers.kv.copy import Region
 
 LOADS_IN_A_ROW_MAX: Final = 8
 """A waiting store gets every ninth turn."""

@@ -17,11 +17,16 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any, Final, TypeVarTuple
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, Final, TypeVarTuple
 
 import anyio
 import anyio.abc
+import numpy as np
+import numpy.typing as npt
 
+from sidecar.catalog.service import Catalogs
+from sidecar.config.sections import LimitsSettings
 from sidecar.core.commands import (
     Command,
     Copied,
@@ -40,28 +45,18 @@ from sidecar.core.commands import (
     Write,
     Written,
 )
+from sidecar.data.copies import Copies
 from sidecar.data.copy_queue import CopyGroup
 from sidecar.data.index_writer import IndexUpdater
 from sidecar.data.read import SegmentReader
 from sidecar.logs import fields
-from sidecar.protocol import Outcome
+from sidecar.protocol import Outcome, ServerMessage
+from sidecar.sessions.namespaces import RealmLayout, Realms
+from sidecar.sessions.session import Sessions
 from tiers.catalog.rows import Row
 from tiers.errors import ChunkCorrupt, TierExpired, TierFull, TierUnavailable
 from tiers.store.client import run_to_end
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable
-
-    import numpy as np
-    import numpy.typing as npt
-
-    from sidecar.catalog.service import Catalogs
-    from sidecar.config.sections import LimitsSettings
-    from sidecar.data.copies import Copies
-    from sidecar.protocol import ServerMessage
-    from sidecar.sessions.namespaces import RealmLayout, Realms
-    from sidecar.sessions.session import Sessions
-    from tiers.store.object_tier import ObjectTier
+from tiers.store.object_tier import ObjectTier
 
 Ts = TypeVarTuple("Ts")
 

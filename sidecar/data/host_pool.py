@@ -21,35 +21,29 @@ import contextlib
 import functools
 import logging
 import time
+from collections.abc import Collection, Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import anyio
 import numpy as np
+import numpy.typing as npt
 
+from sidecar.config.model import Config
 from sidecar.core.commands import RestoredSlot
 from sidecar.core.retention import read_tag
 from sidecar.errors import StartError
 from sidecar.logs import fields
 from tiers.errors import ChunkCorrupt, PoolError
 from tiers.kv.arrow_file import PAGE_BYTES, Descriptor, find_descriptor
-from tiers.kv.slot_image import claimed_template
+from tiers.kv.copy import Bytes
+from tiers.kv.layout import ChunkLayout
+from tiers.kv.slot_image import SlotTemplate, claimed_template
 from tiers.pool.file import check_pool
 from tiers.pool.host_pool import POPULATE_BYTES_PER_CALL, HostPool
 from tiers.pool.numa import Placement, sample
+from tiers.pool.table import SealedSlots
 from tiers.store.client import run_to_end
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Generator
-
-    import numpy.typing as npt
-
-    from sidecar.config.model import Config
-    from tiers.kv.copy import Bytes
-    from tiers.kv.layout import ChunkLayout
-    from tiers.kv.slot_image import SlotTemplate
-    from tiers.pool.table import SealedSlots
-
 
 TEMPLATES_MAX: Final = 4096
 """A realm of 16 blocks per chunk and 8 ranks has 128."""

@@ -13,13 +13,16 @@ next entry after a pause tries again.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Sequence
+from typing import Final
 
 import anyio
 import anyio.lowlevel
 import anyio.to_thread
 
+from sidecar.core.commands import IndexOffer, IndexSet
 from sidecar.logs import fields
+from sidecar.sessions.namespaces import RealmLayout
 from tiers.kv.index import (
     FLAG_HOST,
     FLAG_STORE,
@@ -30,12 +33,6 @@ from tiers.kv.index import (
     tags_in,
     tags_of,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from sidecar.core.commands import IndexOffer, IndexSet
-    from sidecar.sessions.namespaces import RealmLayout
 
 INDEX_RETRY_SECONDS: Final = 10.0
 

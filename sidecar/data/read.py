@@ -23,13 +23,15 @@ damaged only if the same bytes came twice and are wrong both times.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from typing import Final
 
 import anyio
 import numpy as np
 
 from sidecar.core.commands import Read, ReadDone, StoreOutcome
 from sidecar.logs import fields
+from sidecar.sessions.namespaces import RankLayout, RealmLayout
 from tiers.errors import (
     ChunkCorrupt,
     ChunkMissing,
@@ -43,19 +45,12 @@ from tiers.errors import (
     TierUnavailable,
 )
 from tiers.kv.arrow_file import PAGE_BYTES
+from tiers.kv.copy import Bytes
+from tiers.kv.layout import ChunkLayout
 from tiers.kv.reshard import copy_overlap
-from tiers.kv.slot_image import SegmentMeta, payload_hasher
+from tiers.kv.slot_image import SegmentMeta, SlotTemplate, payload_hasher
 from tiers.store.client import run_to_end
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from sidecar.sessions.namespaces import RankLayout, RealmLayout
-    from tiers.kv.copy import Bytes
-    from tiers.kv.layout import ChunkLayout
-    from tiers.kv.slot_image import SlotTemplate
-    from tiers.store.object_tier import ObjectTier
-
+from tiers.store.object_tier import ObjectTier
 
 RESHARDED_CHUNKS_MAX: Final = 4
 REREADS_MAX: Final = 2

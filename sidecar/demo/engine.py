@@ -16,14 +16,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import IO, Any, Final
 
 from sidecar.demo.processes import ProcessFailed
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 ANSWERS_FD: Final = "KVLAKE_ANSWERS_FD"
 """An environment variable: the descriptor that the engine's process answers on."""

@@ -6,10 +6,8 @@ same model; they are not the "dummy" weights of vLLM, whose uniform logits hide 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
+from typing import Any, Final
 
 WORDS: Final = 4096
 """Tokens of the vocabulary, the few special ones apart: `w0`, `w1` and so on, then the bytes."""

@@ -18,13 +18,11 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final, Self
+from typing import IO, Any, Final, Self
 
 import yaml
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
 
 WAIT_SECONDS_MAX: Final = 60.0
 """How long a process may take to start, and whatever else is waited for."""

@@ -12,17 +12,15 @@ import contextlib
 import random
 import sys
 import time
+from collections.abc import Generator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 from sidecar.demo.engine import DemoEngine, Generation
 from sidecar.demo.model import WORDS, write_model
 from sidecar.demo.processes import DemoSidecar, has_s3_server, s3_bucket
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
-    from contextlib import AbstractContextManager
-    from pathlib import Path
 
 PROMPT_TOKENS: Final = 3000
 HOST_SIZE: Final = "512MiB"

@@ -13,24 +13,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import zmq
 from zmq.utils import z85
 
+from sidecar.config.sections import EventsSettings
 from sidecar.errors import StartError
 from sidecar.transport.zmtp_server import Sent
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+SendFrames = Callable[[Sequence[bytes]], Sent]
+"""Queues one message for a peer."""
+Received = Callable[[SendFrames, list[bytes]], None]
+"""Takes the way back to a peer, and the parts of its request."""
 
-    from sidecar.config.sections import EventsSettings
-
-    SendFrames = Callable[[Sequence[bytes]], Sent]
-    """Queues one message for a peer."""
-    Received = Callable[[SendFrames, list[bytes]], None]
-    """Takes the way back to a peer, and the parts of its request."""
 
 REQUEST_BYTES_MAX: Final = 1024
 REQUESTS_QUEUED_MAX: Final = 64

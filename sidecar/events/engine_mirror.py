@@ -12,17 +12,21 @@ with the same events, copies cannot be counted: then the first removal counts.
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
-from sidecar.events.records import LOCAL, MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored
+from sidecar.events.records import (
+    LOCAL,
+    MEDIUM_GPU,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    CacheEvent,
+    Hash,
+)
 from sidecar.protocol import HITS_OWNER, TIERS_OWNER
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from sidecar.events.records import CacheEvent, Hash
 
 T = TypeVar("T")
 BLOCKS_MAX: Final = 1 << 20

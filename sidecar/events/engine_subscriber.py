@@ -18,21 +18,24 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from typing import Final
 
 import msgspec
 import zmq
 
 from sidecar.events.curve_socket import ZmqReader
 from sidecar.events.engine_mirror import EngineBlocks
-from sidecar.events.records import END_OF_REPLAY, SEQUENCE_BYTES, decode, number_frame, number_of
+from sidecar.events.records import (
+    END_OF_REPLAY,
+    SEQUENCE_BYTES,
+    CacheEvent,
+    decode,
+    number_frame,
+    number_of,
+)
 from sidecar.logs import fields
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from sidecar.events.records import CacheEvent
-    from sidecar.protocol import Attach
+from sidecar.protocol import Attach
 
 BATCHES_WAITING_MAX: Final = 10_000
 BATCH_BYTES_MAX: Final = 64 << 20

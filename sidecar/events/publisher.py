@@ -16,13 +16,16 @@ import itertools
 import logging
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterable, Iterator
+from typing import Final
 
 import zmq
 from msgspec.structs import replace
 
-from sidecar.core.directory import ZERO_KEY, SegmentState
-from sidecar.core.stored_table import key_list
+from sidecar.config.sections import EventsSettings
+from sidecar.core.directory import ZERO_KEY, Chunk, Directory, FlagChange, SegmentState
+from sidecar.core.directory import Realm as Held
+from sidecar.core.stored_table import Keys, key_list
 from sidecar.events.engine_mirror import HASHES_PER_EVENT_MAX, parts
 from sidecar.events.engine_subscriber import EngineFeed
 from sidecar.events.records import (
@@ -34,24 +37,16 @@ from sidecar.events.records import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
+    CacheEvent,
     EventBatch,
     encode,
     name_of,
 )
+from sidecar.events.sockets import EventSockets
 from sidecar.logs import fields
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from sidecar.config.sections import EventsSettings
-    from sidecar.core.directory import Chunk, Directory, FlagChange
-    from sidecar.core.directory import Realm as Held
-    from sidecar.core.stored_table import Keys
-    from sidecar.events.records import CacheEvent
-    from sidecar.events.sockets import EventSockets
-    from sidecar.protocol import Attach
-    from sidecar.sessions.namespaces import RealmLayout, Realms
-    from tiers.kv.copy import Bytes
+from sidecar.protocol import Attach
+from sidecar.sessions.namespaces import RealmLayout, Realms
+from tiers.kv.copy import Bytes
 
 EVENTS_PER_BATCH_MAX: Final = 512
 SIZE_UNKNOWN: Final = 0

@@ -21,22 +21,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import anyio
 import anyio.lowlevel
 
-from sidecar.events.curve_socket import REQUEST_BYTES_MAX, CurveSocket
+from sidecar.config.sections import EventsSettings
+from sidecar.events.curve_socket import REQUEST_BYTES_MAX, CurveSocket, Received, SendFrames
 from sidecar.events.records import END_OF_REPLAY, SEQUENCE_BYTES, number_frame
 from sidecar.transport.zmtp_server import MORE, Sent, ZmtpPeer, ZmtpServer, framed
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
-
-    from sidecar.config.sections import EventsSettings
-    from sidecar.events.curve_socket import Received, SendFrames
 
 REQUESTS_WAITING_MAX: Final = 64
 ANSWER_SECONDS_MAX: Final = 30.0

@@ -15,19 +15,15 @@ import dataclasses
 import json
 import re
 from collections import defaultdict
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from sidecar.core.directory import SegmentState
+from sidecar.core.directory import Chunk, SegmentState
+from sidecar.service.dispatcher import Dispatcher
 from sidecar.sessions.model_names import layers_of, model_name
+from sidecar.sessions.namespaces import RealmLayout
 from tiers.catalog.names import KEY_BYTES, NAMESPACE_CHARACTERS
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Mapping
-
-    from sidecar.core.directory import Chunk
-    from sidecar.service.dispatcher import Dispatcher
-    from sidecar.sessions.namespaces import RealmLayout
 
 CHUNKS_PER_SLICE: Final = 1024
 LIMIT_MAX: Final = 1000

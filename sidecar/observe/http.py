@@ -23,24 +23,22 @@ import errno
 import hmac
 import json
 import socket
-from typing import TYPE_CHECKING, Final, cast
+from collections.abc import Awaitable, Callable
+from typing import Final, cast
 
 from aiohttp import web
 
+from sidecar.config.sections import HttpSettings
 from sidecar.errors import StartError
 from sidecar.observe.host_contents import HostContents, QueryError, parse_query
 from sidecar.observe.metrics import SidecarMetrics
 from sidecar.observe.status import SidecarStatus
+from sidecar.service.dispatcher import Dispatcher
+from sidecar.service.watchdog import Watchdog
 from tiers.redaction import redacted
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+Answer = Callable[["Documents", web.Request], Awaitable[web.Response]]
 
-    from sidecar.config.sections import HttpSettings
-    from sidecar.service.dispatcher import Dispatcher
-    from sidecar.service.watchdog import Watchdog
-
-    Answer = Callable[["Documents", web.Request], Awaitable[web.Response]]
 
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 LINE_BYTES_MAX: Final = 4096

@@ -15,8 +15,8 @@ import asyncio
 import dataclasses
 import importlib.metadata
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -24,17 +24,12 @@ from prometheus_client.registry import Collector
 
 from sidecar.core.breaker import BreakerState
 from sidecar.core.tenants import OTHER
+from sidecar.service.dispatcher import Dispatcher, SharedStore
 from sidecar.service.uncached import REASONS
-from sidecar.service.watchdog import PROBLEMS
+from sidecar.service.watchdog import PROBLEMS, Watchdog
 from tiers.catalog import retention
 from tiers.catalog.usage import Usage
 from tiers.store.middleware import OPERATIONS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from sidecar.service.dispatcher import Dispatcher, SharedStore
-    from sidecar.service.watchdog import Watchdog
 
 PREFIX: Final = "kvlake_"
 

@@ -16,22 +16,18 @@ import json
 import os
 import time
 from collections import Counter, deque
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable
+from typing import Any, Final
 
+from sidecar.config.store import PriceSettings
+from sidecar.core.commands import Counters
 from sidecar.observe.metrics import catalog_counts, tenants_of, version
 from sidecar.protocol import PROTOCOL_VERSION
+from sidecar.service.dispatcher import Dispatcher, SharedStore
+from sidecar.service.watchdog import Watchdog
 from sidecar.sessions.model_names import model_name
-from tiers.store.middleware import OPERATIONS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from sidecar.config.store import PriceSettings
-    from sidecar.core.commands import Counters
-    from sidecar.service.dispatcher import Dispatcher, SharedStore
-    from sidecar.service.watchdog import Watchdog
-    from sidecar.sessions.namespaces import RealmLayout
-    from tiers.store.middleware import Billed
+from sidecar.sessions.namespaces import RealmLayout
+from tiers.store.middleware import OPERATIONS, Billed
 
 SAMPLE_SECONDS: Final = 5.0
 WINDOW_SECONDS: Final = 60.0

@@ -16,24 +16,29 @@ import os
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import anyio
 
 from sidecar.catalog.garbage_collector import Collector
 from sidecar.catalog.service import Catalogs
 from sidecar.catalog.sync import StoreWatch
+from sidecar.config.model import Config
 from sidecar.config.store import StoreSettings
 from sidecar.core.breaker import BreakerRules
 from sidecar.core.commands import Copied, Draining, Event, SessionClosed
+from sidecar.core.directory import FlagChange
+from sidecar.core.directory import Realm as Held
 from sidecar.core.engine import Engine
 from sidecar.core.fair_share import ShareLimits
 from sidecar.core.outbox import EngineLimits, WritePolicy
+from sidecar.core.stored_table import Keys
 from sidecar.core.tenants import Tenants
 from sidecar.data.copies import Copies
 from sidecar.data.executor import Executor
 from sidecar.data.host_pool import PoolSlots
 from sidecar.events.publisher import EventStream
+from sidecar.events.sockets import EventSockets
 from sidecar.logs import fields
 from sidecar.protocol import (
     Error,
@@ -49,18 +54,11 @@ from sidecar.service.uncached import UncachedEngines
 from sidecar.sessions.gpus import Gpus
 from sidecar.sessions.namespaces import RealmLayout, Realms
 from sidecar.sessions.session import Session, Sessions
+from sidecar.transport.job_socket import JobSocket
 from sidecar.transport.zmtp_server import Sent
 from tiers.policy import POLICIES
-
-if TYPE_CHECKING:
-    from sidecar.config.model import Config
-    from sidecar.core.directory import FlagChange
-    from sidecar.core.directory import Realm as Held
-    from sidecar.core.stored_table import Keys
-    from sidecar.events.sockets import EventSockets
-    from sidecar.transport.job_socket import JobSocket
-    from tiers.pool.host_pool import HostPool
-    from tiers.store.middleware import Metered
+from tiers.pool.host_pool import HostPool
+from tiers.store.middleware import Metered
 
 JOBS_SLACK: Final = 4
 """Jobs that a session may have here, in multiples of its jobs in flight: a worker stops counting a

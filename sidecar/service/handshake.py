@@ -17,7 +17,8 @@ import logging
 import math
 import socket
 import time
-from typing import TYPE_CHECKING, Final
+from collections.abc import Generator
+from typing import Final
 
 import anyio
 import anyio.abc
@@ -29,6 +30,7 @@ from sidecar.protocol import (
     Attach,
     Attached,
     Declined,
+    FirstMessage,
     Limits,
     ProtocolError,
     Refused,
@@ -37,19 +39,13 @@ from sidecar.protocol import (
     encode,
     frame_stream,
 )
+from sidecar.service.dispatcher import Dispatcher
 from sidecar.service.realm_eviction import RealmEviction
 from sidecar.sessions.session import Session, check_shape
-from sidecar.sessions.worker_memory import take_memory
+from sidecar.sessions.worker_memory import WorkerMemory, take_memory
 from sidecar.transport.attach_socket import Connection, close_fds
+from sidecar.transport.unix_listener import Peer
 from tiers.errors import LayoutError, PoolError
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
-
-    from sidecar.protocol import FirstMessage
-    from sidecar.service.dispatcher import Dispatcher
-    from sidecar.sessions.worker_memory import WorkerMemory
-    from sidecar.transport.unix_listener import Peer
 
 ATTACHING_MAX: Final = 128
 """Connections without a session, beside `limits.sessions_max` with one."""

@@ -17,25 +17,22 @@ realm precede those of a later one with its name. The loop runs other tasks ever
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import anyio
 import anyio.lowlevel
 import msgspec
 
 from sidecar.core.commands import ForgetRealms
+from sidecar.core.directory import Realm as DirectoryRealm
 from sidecar.errors import AttachRefused
 from sidecar.logs import fields
+from sidecar.protocol import Attach
+from sidecar.service.dispatcher import Dispatcher
 from sidecar.sessions.namespaces import RealmLayout
 from tiers.catalog.namespace_info import NAMESPACE_DEPTH_MAX, deeper_than
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from sidecar.core.directory import Realm as DirectoryRealm
-    from sidecar.protocol import Attach
-    from sidecar.service.dispatcher import Dispatcher
 
 NAMES_AT_ONCE: Final = 1024
 """Taking as many out of an index, with their events, takes one or two milliseconds."""

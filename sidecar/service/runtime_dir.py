@@ -20,16 +20,13 @@ import contextlib
 import logging
 import os
 import stat
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
+from sidecar.config.sections import RuntimeSettings
 from sidecar.errors import StartError
 from sidecar.logs import fields
 from tiers.pool.lock import is_locked, require_creatable, try_lock
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from sidecar.config.sections import RuntimeSettings
 
 MODE_OWN: Final = 0o700
 MODE_PASSABLE: Final = 0o711

@@ -9,16 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
+from sidecar.config.model import Config
 from tiers.kv.memfd import MemoryFilesystem, memory_filesystem
 from tiers.sizes import approximate_size
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from sidecar.config.model import Config
 
 FILES_PER_SESSION: Final = 3
 """Descriptors of an attached client: attach connection, jobs connection, index."""

@@ -10,8 +10,9 @@ turn; every attempt counts for the rate and the bill; the counters see what the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from sidecar.config.store import StoreSettings
 from sidecar.errors import StartError
 from tiers.errors import TierError
 from tiers.store.access import names_per_removal
@@ -25,9 +26,6 @@ from tiers.store.middleware import (
     Retrying,
 )
 from tiers.store.object_tier import ObjectTier, UrlObjects
-
-if TYPE_CHECKING:
-    from sidecar.config.store import StoreSettings
 
 REMOVAL_TURNS_SHARE: Final = 1 / 4
 """The share of the turns within a deadline that one removal may use."""

@@ -12,17 +12,13 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from sidecar.errors import AttachRefused
-from sidecar.protocol import DECLINE_REASONS, Declined
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
-
-    from sidecar.protocol import Attach, FirstMessage, ProtocolError
-    from sidecar.transport.unix_listener import Peer
+from sidecar.protocol import DECLINE_REASONS, Attach, Declined, FirstMessage, ProtocolError
+from sidecar.transport.unix_listener import Peer
 
 REFUSED: Final = "refused"
 OTHER: Final = "other"

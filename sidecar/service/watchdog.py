@@ -20,20 +20,17 @@ import contextlib
 import dataclasses
 import logging
 import time
-from typing import TYPE_CHECKING, Final, Literal
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Final, Literal
 
 from sidecar.errors import StartError
 from sidecar.logs import fields
+from sidecar.service.dispatcher import Dispatcher
+from sidecar.service.runtime_dir import RuntimeDirectory
+from sidecar.service.systemd import Notifier
+from sidecar.transport.unix_listener import UnixListener
 from tiers.pool.lock import lock_path_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from pathlib import Path
-
-    from sidecar.service.dispatcher import Dispatcher
-    from sidecar.service.runtime_dir import RuntimeDirectory
-    from sidecar.service.systemd import Notifier
-    from sidecar.transport.unix_listener import UnixListener
 
 BEAT_SECONDS: Final = 0.5
 LAG_SECONDS_MAX: Final = 1.0

@@ -15,27 +15,21 @@ from __future__ import annotations
 
 import logging
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import anyio
 
+from sidecar.config.sections import GpuSettings
 from sidecar.errors import AttachRefused
 from sidecar.logs import fields
-from sidecar.protocol import KIND_CUDA_IPC
+from sidecar.protocol import KIND_CUDA_IPC, Memory
 from tiers.cuda.device import Device, DeviceMemory, PinnedMemory
 from tiers.cuda.driver import driver
 from tiers.cuda.errors import CudaFailed
+from tiers.kv.copy import Bytes, Region
+from tiers.kv.layout import KVLayout
 from tiers.store.client import run_to_end
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from concurrent.futures import Future
-
-    from sidecar.config.sections import GpuSettings
-    from sidecar.protocol import Memory
-    from tiers.kv.copy import Bytes, Region
-    from tiers.kv.layout import KVLayout
 
 _logger = logging.getLogger("kvlake.gpu")
 

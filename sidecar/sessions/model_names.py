@@ -7,12 +7,10 @@ Invariant: for any JSON the name has printable characters only, and a bounded nu
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, cast
+from collections.abc import Mapping
+from typing import Any, Final, cast
 
 from sidecar.protocol import MODEL_CHARACTERS_MAX
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 UNKNOWN: Final = "-"
 _DIGITS_SHOWN: Final = 12

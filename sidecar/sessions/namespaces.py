@@ -21,28 +21,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
 from sidecar.core.directory import FOREIGN_MAX
 from sidecar.errors import AttachRefused
-from sidecar.protocol import tiers_owner
+from sidecar.protocol import Attach, tiers_owner
 from tiers.catalog.names import object_name
 from tiers.errors import LayoutError
 from tiers.kv.arrow_file import PAGE_BYTES, find_descriptor
+from tiers.kv.copy import Bytes
 from tiers.kv.index import IndexWriter
-from tiers.kv.layout import Segment
+from tiers.kv.layout import ChunkLayout, Segment
 from tiers.kv.reshard import overlap, refusal
 from tiers.kv.slot_image import SlotTemplates
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from sidecar.protocol import Attach
-    from tiers.kv.copy import Bytes
-    from tiers.kv.layout import ChunkLayout
 
 INDEX_ENTRIES_FIRST: Final = 1 << 12
 """Entries of a new realm's index (200 KiB of shared memory); it doubles whenever it gets full."""

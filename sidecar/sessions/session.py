@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from sidecar.core.commands import OpenedGroup, Received, SessionOpened
 from sidecar.errors import AttachRefused
@@ -31,15 +31,11 @@ from sidecar.protocol import (
     Submit,
     decode_client,
 )
+from sidecar.sessions.namespaces import RealmLayout
+from sidecar.sessions.worker_memory import WorkerMemory
+from sidecar.transport.attach_socket import Connection
 from tiers.errors import LayoutError
 from tiers.kv.layout import BLOCK_ENTRIES_MAX
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from sidecar.sessions.namespaces import RealmLayout
-    from sidecar.sessions.worker_memory import WorkerMemory
-    from sidecar.transport.attach_socket import Connection
 
 
 @dataclass(slots=True, eq=False)

@@ -15,27 +15,22 @@ import functools
 import logging
 import mmap
 import os
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import anyio
 import numpy as np
 
 from sidecar.errors import AttachRefused
 from sidecar.logs import fields
-from sidecar.protocol import KIND_MEMFD, MEMORY_FDS
-from tiers.kv.copy import CopyPlan
+from sidecar.protocol import KIND_MEMFD, MEMORY_FDS, Attach
+from sidecar.sessions.gpus import GpuMapping, Gpus
+from tiers.kv.copy import BlockIds, Bytes, CopyPlan, Region, Visit
 from tiers.kv.fence import PAGE_BYTES, SidecarFence
 from tiers.kv.memfd import check_sealed, keep_out_of_dumps
 from tiers.pool.file import populate
 from tiers.store.client import run_to_end
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
-
-    from sidecar.protocol import Attach
-    from sidecar.sessions.gpus import GpuMapping, Gpus
-    from tiers.kv.copy import BlockIds, Bytes, Region, Visit
 
 PREFAULT_BYTES_PER_CALL: Final = 16 << 20
 """About a millisecond where the engine has touched the pages, ten where it has not."""

@@ -9,14 +9,12 @@ session of its user, which no other connection holds.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Final
 
 from sidecar.protocol import FRAME_BYTES_MAX
 from sidecar.transport.zmtp_server import Sent, ZmtpError, ZmtpPeer, ZmtpServer, framed
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from pathlib import Path
 
 CUT_BYTES_MAX: Final = 2 * FRAME_BYTES_MAX
 """A longer frame ends its connection. A frame between FRAME_BYTES_MAX and this is answered with an

@@ -13,15 +13,13 @@ import asyncio
 import logging
 import socket
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from sidecar.errors import StartError
 from sidecar.logs import fields
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 QUEUED_MAX: Final = 4096
 """Connections that the kernel queues; others are refused at once. Its default limit: every user who

@@ -26,16 +26,12 @@ import socket
 import struct
 import time
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Final
+from pathlib import Path
+from typing import ClassVar, Final
 
-from sidecar.transport.unix_listener import UnixListener
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from pathlib import Path
-
-    from sidecar.transport.unix_listener import Peer
+from sidecar.transport.unix_listener import Peer, UnixListener
 
 WAKE_SECONDS_MAX: Final = 0.002
 LINGER_SECONDS_MAX: Final = 0.2

@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from typing import TYPE_CHECKING, Final, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from typing import Final, TypeVar
 
 import anyio.lowlevel
 import anyio.to_thread
@@ -32,8 +33,10 @@ import numpy as np
 
 from tiers.catalog import manifest as manifests
 from tiers.catalog.compaction_work import (
+    CompactionPlan,
     CompactionReport,
     CompactionWork,
+    OnWithdrawn,
     SnapshotWriter,
 )
 from tiers.catalog.log import LogWriter, new_writer
@@ -48,18 +51,12 @@ from tiers.catalog.manifest import (
 )
 from tiers.catalog.names import NUMBER_MAX, catalog_folder, manifest_name, parse_snapshot
 from tiers.catalog.reader import Files, sort_out
-from tiers.catalog.retention import TenantLimits
+from tiers.catalog.retention import RetentionRules, TenantLimits
+from tiers.catalog.rows import Rows
 from tiers.catalog.scan import CatalogState, Superseded, load
 from tiers.catalog.usage import NO_USAGE, Usage, cells_by_tenant, usage_by_tenant
 from tiers.errors import ChunkCorrupt, ChunkMissing, ObjectExists, TierUnavailable
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-
-    from tiers.catalog.compaction_work import CompactionPlan, OnWithdrawn
-    from tiers.catalog.retention import RetentionRules
-    from tiers.catalog.rows import Rows
-    from tiers.store.object_tier import ObjectTier
+from tiers.store.object_tier import ObjectTier
 
 T = TypeVar("T")
 

@@ -9,26 +9,24 @@ again, or by two processes at once, leaves the same file.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import anyio
 import anyio.to_thread
 import numpy as np
 
 from tiers.catalog.names import snapshot_name
+from tiers.catalog.reader import Files
 from tiers.catalog.retention import REASONS, Reasons, RetentionRules
 from tiers.catalog.rows import Rows, cut, digest_of, encode, joined
 from tiers.catalog.scan import Superseded
 from tiers.catalog.usage import OBJECTS, Chunks, Sums, UsageTable, cells_of
+from tiers.store.object_tier import ObjectTier
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+OnWithdrawn = Callable[[Rows, Reasons], Awaitable[None]]
 
-    from tiers.catalog.reader import Files
-    from tiers.store.object_tier import ObjectTier
-
-    OnWithdrawn = Callable[[Rows, Reasons], Awaitable[None]]
 
 SNAPSHOT_ROWS: Final = 250_000
 """Rows in one file of a major compaction: 25 MB."""

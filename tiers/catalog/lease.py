@@ -16,18 +16,15 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from typing import Final
 
 import msgspec
 import numpy as np
 
 from tiers.catalog.names import LEASE_FOLDER, NUMBER_MAX, lease_name, parse_lease
 from tiers.errors import ChunkCorrupt, ChunkMissing, ObjectExists, TierUnavailable
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tiers.store.object_tier import ObjectTier
+from tiers.store.object_tier import ObjectTier
 
 LEASE_BYTES_MAX: Final = 4096
 LEASE_SECONDS_MAX: Final = 600.0

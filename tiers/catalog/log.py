@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from typing import Final
 
 import anyio
 import anyio.to_thread
@@ -30,12 +31,8 @@ from tiers.catalog.rows import (
     encode,
     rows_of,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tiers.catalog.usage import LogUsage
-    from tiers.store.object_tier import ObjectTier
+from tiers.catalog.usage import LogUsage
+from tiers.store.object_tier import ObjectTier
 
 ROWS_WAITING_MAX: Final = 200_000
 """While the store is unavailable: some 60 MiB."""

@@ -12,26 +12,23 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import anyio
 import anyio.to_thread
 import numpy as np
 
+from tiers.catalog.compaction_work import CompactionReport, CompactionWork, SnapshotWriter
+from tiers.catalog.log import LogWriter
 from tiers.catalog.manifest import TENANTS_MAX
 from tiers.catalog.merge import contained_in, merged, newest_of_chunk, withdrawals
 from tiers.catalog.names import segment_name
 from tiers.catalog.orphans import list_shard, rows_of_listing, shard_folder
 from tiers.catalog.retention import Ages, Reasons, RetentionDecision, RetentionRules, TenantLimits
 from tiers.catalog.rows import SIZE_LARGEST, Rows, joined
-from tiers.catalog.scan import merged_shards, run_for_rows
+from tiers.catalog.scan import CatalogState, merged_shards, run_for_rows
 from tiers.catalog.usage import cells_by_tenant
 from tiers.store.client import Found
-
-if TYPE_CHECKING:
-    from tiers.catalog.compaction_work import CompactionReport, CompactionWork, SnapshotWriter
-    from tiers.catalog.log import LogWriter
-    from tiers.catalog.scan import CatalogState
 
 ANNOUNCED_ROWS: Final = 50_000
 DELETED_NAMES: Final = 100

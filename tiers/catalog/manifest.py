@@ -19,20 +19,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from collections.abc import Generator
+from typing import Any, Final, TypeVar
 
 import anyio.lowlevel
 import msgspec
 import numpy as np
 
 from tiers.catalog.names import parse_log, parse_snapshot
-from tiers.catalog.rows import CatalogCorrupt, digest_of
+from tiers.catalog.rows import Bytes, CatalogCorrupt, digest_of
 from tiers.catalog.usage import Usage
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
-
-    from tiers.catalog.rows import Bytes
 
 T = TypeVar("T")
 

@@ -11,18 +11,13 @@ on which process merged what, how often, or in which order.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
-from tiers.catalog.rows import joined
-from tiers.catalog.usage import chunk_starts
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from tiers.catalog.rows import Bytes, Longs, Rows
-    from tiers.catalog.usage import Mask, Words
+from tiers.catalog.rows import Bytes, Longs, Rows, joined
+from tiers.catalog.usage import Mask, Words, chunk_starts
 
 SHARDS: Final = 256
 

@@ -12,18 +12,15 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast
 
 import msgspec
 import numpy as np
 
 from tiers.catalog.names import NAMESPACE_CHARACTERS, namespace_info_name
-from tiers.catalog.rows import CatalogCorrupt
+from tiers.catalog.rows import Bytes, CatalogCorrupt
 from tiers.errors import ChunkCorrupt, ChunkMissing
-
-if TYPE_CHECKING:
-    from tiers.catalog.rows import Bytes
-    from tiers.store.object_tier import ObjectTier
+from tiers.store.object_tier import ObjectTier
 
 INFO_FORMAT: Final = 1
 INFO_BYTES_MAX: Final = 128 << 10

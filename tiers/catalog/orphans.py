@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import anyio.to_thread
 
@@ -26,13 +27,8 @@ from tiers.catalog.merge import SHARDS
 from tiers.catalog.names import FORMAT, parse_name, parse_namespace
 from tiers.catalog.rows import SIZE_LARGEST, Row, Rows, rows_of
 from tiers.errors import TierUnavailable
-from tiers.store.object_tier import PROBE_FOLDER, PROBE_NAME_BYTES, QUARANTINE_FOLDER
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from tiers.store.client import Found, Listing
-    from tiers.store.object_tier import ObjectTier
+from tiers.store.client import Found, Listing
+from tiers.store.object_tier import PROBE_FOLDER, PROBE_NAME_BYTES, QUARANTINE_FOLDER, ObjectTier
 
 LIST_PAGE_NAMES: Final = 1000
 """Names that are requested at a time: one request of S3, and of most other stores."""

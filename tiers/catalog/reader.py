@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Final, NamedTuple
 
 import anyio
 import anyio.to_thread
@@ -42,15 +43,10 @@ from tiers.catalog.names import (
     parse_manifest,
     parse_snapshot,
 )
-from tiers.catalog.rows import FILE_BYTES_MAX, CatalogCorrupt, Rows, decode
+from tiers.catalog.rows import FILE_BYTES_MAX, Bytes, CatalogCorrupt, Rows, decode
 from tiers.errors import ChunkCorrupt, ChunkMissing, TierUnavailable
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator
-
-    from tiers.catalog.rows import Bytes
-    from tiers.store.client import Found, Listing
-    from tiers.store.object_tier import ObjectTier
+from tiers.store.client import Found, Listing
+from tiers.store.object_tier import ObjectTier
 
 CATALOG_PAGE_NAMES: Final = 1000
 """Names in one request of a listing, of S3 and of most others."""

@@ -17,12 +17,14 @@ Invariants: pure; the same chunks in the same order get the same decision; memor
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from tiers.catalog.rows import Longs, Rows
 from tiers.catalog.usage import (
     CHUNKS,
     OBJECTS,
@@ -37,11 +39,6 @@ from tiers.catalog.usage import (
     joined_cells,
     word_of,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from tiers.catalog.rows import Longs, Rows
 
 MICROSECONDS: Final = 1_000_000
 FUTURE_SECONDS_MAX: Final = 24 * 3600

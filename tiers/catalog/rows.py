@@ -18,8 +18,9 @@ and Arrow (`format/File.fbs`, `format/Message.fbs`) lay it out. What it allocate
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +30,6 @@ import xxhash
 from tiers.catalog.names import KEY_BYTES
 from tiers.errors import LayoutError, TierError
 from tiers.kv.layout import Segment
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 TENANT_BYTES: Final = 8
 NO_TENANT: Final = bytes(TENANT_BYTES)

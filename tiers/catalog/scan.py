@@ -15,8 +15,9 @@ suspect; no file of a writer's log is taken before those with lower numbers, unl
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, TypeVar, TypeVarTuple
+from typing import Final, TypeVar, TypeVarTuple
 
 import anyio
 import anyio.lowlevel
@@ -28,12 +29,7 @@ from tiers.catalog.merge import SHARDS, is_sorted, merged, shard_starts
 from tiers.catalog.reader import Contents, Files, LogFile, sort_out
 from tiers.catalog.rows import FILE_BYTES_MAX, Rows, joined
 from tiers.errors import ChunkMissing
-from tiers.store.client import Found
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
-
-    from tiers.store.client import Listing
+from tiers.store.client import Found, Listing
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

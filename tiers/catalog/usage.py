@@ -14,18 +14,14 @@ from __future__ import annotations
 
 import functools
 from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from tiers.catalog.rows import NO_TENANT, TENANT_BYTES, Longs
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from tiers.catalog.rows import Bytes, Row, Rows
+from tiers.catalog.rows import NO_TENANT, TENANT_BYTES, Bytes, Longs, Row, Rows
 
 JOIN_CELLS_MIN: Final = 65_536
 """Fewer cells are not worth joining."""

@@ -14,20 +14,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import mmap
-from typing import TYPE_CHECKING, Any, Final, Literal
+from collections.abc import Callable
+from typing import Any, Final, Literal
 
 import numpy as np
 
+from tiers.cuda.copy_stream import CopyStream
 from tiers.cuda.descriptors import Descriptors
+from tiers.cuda.driver import Driver
 from tiers.cuda.errors import CudaFailed, DeviceLost
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tiers.cuda.copy_stream import CopyStream
-    from tiers.cuda.driver import Driver
-    from tiers.kv.copy import Bytes
-
+from tiers.kv.copy import Bytes
 
 Strided = Literal["auto", "batch", "2d"]
 

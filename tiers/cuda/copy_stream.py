@@ -19,19 +19,14 @@ import math
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable
+from typing import Any, Final
 
 import numpy as np
 
-from tiers.cuda.descriptors import cut
-from tiers.cuda.driver import check
+from tiers.cuda.descriptors import Descriptors, cut
+from tiers.cuda.driver import Driver, check
 from tiers.cuda.errors import NOT_READY, CudaFailed, DeviceLost, failure
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tiers.cuda.descriptors import Descriptors
-    from tiers.cuda.driver import Driver
 
 DESCRIPTORS_MAX: Final = 1024
 """In one call. Driver 580 crashed at 51,828; beyond a thousand a call only gets longer."""

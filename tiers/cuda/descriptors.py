@@ -11,16 +11,15 @@ be copied in any order.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
+from tiers.kv.copy import Runs
 
-    from tiers.kv.copy import Runs
+Addresses = npt.NDArray[np.uint64]
 
-    Addresses = npt.NDArray[np.uint64]
 
 PLANE_ROWS_MIN: Final = 8
 """With fewer rows a 2D copy does not save enough calls."""

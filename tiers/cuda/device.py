@@ -17,24 +17,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from tiers.cuda.calibration import Calibration
+from tiers.cuda.calibration import Calibration, Strided
 from tiers.cuda.copy_stream import CopyStream
 from tiers.cuda.descriptors import PlaneShape, cut, describe, describe_planes, split_at_grid
-from tiers.cuda.driver import check
+from tiers.cuda.driver import Driver, check
 from tiers.cuda.errors import NOT_READY, CudaFailed, NotSupportedHere
-from tiers.kv.copy import Runs, check_copy
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tiers.cuda.calibration import Strided
-    from tiers.cuda.driver import Driver
-    from tiers.kv.copy import BlockIds, Bytes, Visit
-    from tiers.kv.layout import KVLayout
-
+from tiers.kv.copy import BlockIds, Bytes, Runs, Visit, check_copy
+from tiers.kv.layout import KVLayout
 
 CHUNK_BYTES: Final = 1 << 30
 """Registered with one call."""

@@ -12,14 +12,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from tiers.cuda.driver import bytes_of, driver
+from tiers.cuda.driver import Driver, bytes_of, driver
 from tiers.cuda.errors import CudaFailed
 from tiers.errors import TierError
-
-if TYPE_CHECKING:
-    from tiers.cuda.driver import Driver
 
 ALLOCATOR_VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """PyTorch 2.10 introduced the second name and still reads the first."""

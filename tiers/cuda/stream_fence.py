@@ -13,14 +13,12 @@ until the process ends.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Generator
+from typing import Any, Final
 
 from tiers.cuda.driver import check, driver
 from tiers.cuda.errors import CudaFailed
 from tiers.kv.fence import PAGE_BYTES, WorkerFence
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
 
 _PORTABLE_AND_MAPPED: Final = 3
 _kept: list[StreamFence] = []

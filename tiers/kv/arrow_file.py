@@ -25,16 +25,14 @@ from __future__ import annotations
 
 import io
 import math
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 import pyarrow as pa
 
 from tiers.errors import LayoutError
-
-if TYPE_CHECKING:
-    from tiers.kv.layout import Bytes, ChunkLayout
+from tiers.kv.layout import Bytes, ChunkLayout
 
 FORMAT: Final = 1
 PAGE_BYTES: Final = 4096

@@ -15,22 +15,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, Final, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from tiers.errors import LayoutError
+from tiers.kv.layout import KVLayout
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+Bytes = npt.NDArray[np.uint8]
+BlockIds = npt.NDArray[np.int64]
+Visit = Callable[[memoryview], object]
 
-    import numpy.typing as npt
-
-    from tiers.kv.layout import KVLayout
-
-    Bytes = npt.NDArray[np.uint8]
-    BlockIds = npt.NDArray[np.int64]
-    Visit = Callable[[memoryview], object]
 
 PIECE_BYTES_MAX: Final = 256 * 1024
 """Source and target of a piece fit a second-level cache; smaller pieces need more calls."""

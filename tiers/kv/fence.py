@@ -26,14 +26,12 @@ import fcntl
 import mmap
 import os
 import struct
-from typing import TYPE_CHECKING, Final
+from collections.abc import Generator
+from typing import Final
 
 import numpy as np
 
 from tiers.kv.memfd import sealed_memfd
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
 
 PAGE_BYTES: Final = 4096
 _DONE: Final = 0

@@ -31,16 +31,14 @@ import fcntl
 import mmap
 import os
 import struct
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from tiers.errors import LayoutError
 from tiers.kv.memfd import read_only_memfd
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 FLAG_HOST: Final = 1
 """The chunk can be loaded from host memory now."""

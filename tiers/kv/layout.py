@@ -17,19 +17,17 @@ Invariants, checked at construction:
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from tiers.errors import LayoutError
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+Bytes = npt.NDArray[np.uint8]
 
-    import numpy.typing as npt
-
-    Bytes = npt.NDArray[np.uint8]
 
 LAYERS_MAX: Final = 1024
 HEADS_MAX: Final = 65_536

@@ -12,19 +12,14 @@ all; `cover` returns sources that leave no hole.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from collections.abc import Collection
+from typing import Final
 
 import numpy as np
 
 from tiers.errors import LayoutError
-from tiers.kv.layout import Segment
-from tiers.kv.packing import planes_of
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from tiers.kv.layout import Bytes, ChunkLayout
-    from tiers.kv.packing import Plane
+from tiers.kv.layout import Bytes, ChunkLayout, Segment
+from tiers.kv.packing import Plane, planes_of
 
 SOURCES_MAX: Final = 64
 """Sources of one target; with more, the chunk is a miss."""

@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 from numpy.lib.stride_tricks import sliding_window_view
 
@@ -45,10 +46,8 @@ from tiers.kv.arrow_file import (
 )
 from tiers.kv.layout import ChunkLayout, Segment
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
+Bytes = npt.NDArray[np.uint8]
 
-    Bytes = npt.NDArray[np.uint8]
 
 _ALIGNMENT_BYTES: Final = 8
 

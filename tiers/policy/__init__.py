@@ -10,13 +10,11 @@ nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Hashable, Iterator
+from typing import Protocol
 
 from tiers.policy.fifo import FifoPolicy
 from tiers.policy.lru import LruPolicy
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator
 
 
 class Policy(Protocol):

@@ -8,12 +8,9 @@ Invariant: a key keeps its place from `add` to `remove`. Every call is O(1).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Hashable
 
 from tiers.policy.lru import LruPolicy
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable
 
 
 class FifoPolicy(LruPolicy):

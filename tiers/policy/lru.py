@@ -22,10 +22,7 @@ old end then fills with inner chunks of chains in use, which every call must ski
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator
 
 
 class _Link:

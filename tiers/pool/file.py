@@ -15,13 +15,16 @@ import errno
 import mmap
 import os
 import stat
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import numpy as np
 
 from tiers.errors import PoolError
+from tiers.kv.copy import Bytes
 from tiers.kv.memfd import keep_out_of_dumps
 from tiers.pool.lock import (
     Owner,
@@ -34,6 +37,7 @@ from tiers.pool.lock import (
     require_creatable,
     take_lock,
 )
+from tiers.pool.numa import Placement
 from tiers.pool.table import (
     PAGE_BYTES,
     PoolTable,
@@ -43,13 +47,6 @@ from tiers.pool.table import (
     superblock,
 )
 from tiers.sizes import approximate_size
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
-    from pathlib import Path
-
-    from tiers.kv.copy import Bytes
-    from tiers.pool.numa import Placement
 
 CONTRADICTION: Final = "its table of slabs contradicts itself"
 PREFAULT_PIECE_BYTES: Final = 64 << 20

@@ -21,11 +21,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import TYPE_CHECKING, Final
+from collections.abc import Collection
+from pathlib import Path
+from typing import Final
 
 import numpy as np
 
 from tiers.errors import PoolError
+from tiers.kv.copy import Bytes
 from tiers.pool.file import (
     CONTRADICTION,
     Backing,
@@ -48,13 +51,6 @@ from tiers.pool.lock import (
 from tiers.pool.numa import Placement
 from tiers.pool.slabs import Extents, PoolStats, Slab, SlotClass
 from tiers.pool.table import PAGE_BYTES, TAG_BYTES, PoolTable
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-    from pathlib import Path
-
-    from tiers.kv.copy import Bytes
-
 
 CLASSES_MAX: Final = 4096
 POPULATE_BYTES_PER_CALL: Final = 16 << 20

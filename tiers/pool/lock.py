@@ -19,14 +19,12 @@ import re
 import stat
 import tempfile
 import time
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from tiers.errors import PoolError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
 
 BOOT_ID_BYTES: Final = 16
 LOCK_ATTEMPTS_MAX: Final = 200

@@ -22,13 +22,10 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 from tiers.errors import PoolError
-
-if TYPE_CHECKING:
-    from tiers.kv.copy import Bytes
-
+from tiers.kv.copy import Bytes
 
 PAGES_SAMPLED: Final = 64
 

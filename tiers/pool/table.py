@@ -25,18 +25,17 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from tiers.pool.slabs import Slab
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
+Bytes = npt.NDArray[np.uint8]
+Numbers = npt.NDArray[np.int64]
 
-    Bytes = npt.NDArray[np.uint8]
-    Numbers = npt.NDArray[np.int64]
 
 VERSION: Final = 2
 """Raised with every change of this format; other versions are not read."""

@@ -12,7 +12,8 @@ message names the setting as the configuration file spells it, and the remedy.
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, PlainSerializer, field_validator
@@ -20,9 +21,6 @@ from pydantic import Field, PlainSerializer, field_validator
 from tiers.errors import TierUnavailable
 from tiers.redaction import masked
 from tiers.settings import Duration, FilePath, Flag, HttpUrl, SecretText, Section, Text
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 Provider = Literal["s3", "gcs", "azure", "folder", "other"]
 CLOUDS: Final[tuple[Provider, ...]] = ("s3", "gcs", "azure")

@@ -17,12 +17,11 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import anyio.to_thread
 
-if TYPE_CHECKING:
-    from tiers.store.access import Access
+from tiers.store.access import Access
 
 Credential = dict[str, Any]
 """As obstore takes it: access_key_id, secret_access_key, token, expires_at (None: never)."""

@@ -13,9 +13,9 @@ byte, and its copy in the client.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -24,9 +24,6 @@ import numpy.typing as npt
 
 from tiers.errors import ImageTruncated
 from tiers.threads import DedicatedThreads, lower_priority
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 T = TypeVar("T")
 Bytes = npt.NDArray[np.uint8]

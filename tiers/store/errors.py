@@ -14,7 +14,8 @@ import errno
 import re
 import socket
 import ssl
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Mapping
+from typing import Final
 
 from tiers.errors import (
     ChunkMissing,
@@ -24,12 +25,7 @@ from tiers.errors import (
     TierFull,
     TierUnavailable,
 )
-from tiers.redaction import mask_urls
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from tiers.redaction import Redactor
+from tiers.redaction import Redactor, mask_urls
 
 DETAIL_CHARACTERS_MAX: Final = 240
 CHAIN_LENGTH_MAX: Final = 16

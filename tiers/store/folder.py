@@ -28,19 +28,16 @@ import secrets
 import stat
 import threading
 import time
-from typing import TYPE_CHECKING, Final, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
 
 import anyio
 import anyio.to_thread
 
 from tiers.errors import ImageTruncated, ObjectDenied, ObjectOdd, TierUnmounted
+from tiers.store.access import Folder
 from tiers.store.client import PIECE_BYTES, Bytes, Found, Listing, Seen, check_size, run_to_end
 from tiers.threads import lower_priority
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from tiers.store.access import Folder
 
 T = TypeVar("T")
 

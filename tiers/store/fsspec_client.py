@@ -22,20 +22,16 @@ import dataclasses
 import datetime as dt
 import shutil
 import ssl
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 import anyio
 
 from tiers.errors import TierUnavailable
 from tiers.store import aws_credentials as aws
-from tiers.store.access import azure_account, present
+from tiers.store.access import Access, Credentials, azure_account, present
 from tiers.store.client import Bytes, Found, Listing, Seen, StoreClient, fill, run_to_end
 from tiers.store.errors import is_missing
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from tiers.store.access import Access, Credentials
 
 COPY_THREADS_MAX: Final = 4
 COPY_BYTES: Final = 1 << 20

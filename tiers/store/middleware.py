@@ -19,18 +19,15 @@ import dataclasses
 import random
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final, Literal, TypeVar, get_args
+from typing import Final, Literal, TypeVar, get_args
 
 import anyio
 
 from tiers.errors import TierError, TierExpired, TierUnavailable
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
-
-    from tiers.store.client import Bytes, Listing, Seen
-    from tiers.store.object_tier import Abilities, ObjectTier, UrlObjects
+from tiers.store.client import Bytes, Listing, Seen
+from tiers.store.object_tier import Abilities, ObjectTier, UrlObjects
 
 T = TypeVar("T")
 Verb = Literal["probe", "write", "read", "list", "delete", "quarantine", "close"]

@@ -15,8 +15,9 @@ import contextlib
 import os
 import re
 import secrets
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 import anyio
 import numpy as np
@@ -33,14 +34,9 @@ from tiers.errors import (
 )
 from tiers.redaction import Redactor, mask_url
 from tiers.store.access import CLOUDS, Access, check, chosen_backend, provider_of
-from tiers.store.client import Objects
+from tiers.store.client import Bytes, Listing, Objects, Seen, StoreClient
 from tiers.store.errors import translate
 from tiers.store.folder import LocalFolder
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
-
-    from tiers.store.client import Bytes, Listing, Seen, StoreClient
 
 NAME_CHARACTERS_MAX: Final = 512
 SECRET_CHARACTERS_MIN: Final = 4

@@ -25,8 +25,9 @@ import ctypes
 import datetime as dt
 import logging
 import threading
+from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -35,16 +36,11 @@ import obstore
 from obstore import store
 
 from tiers.store import aws_credentials as aws
-from tiers.store.access import azure_account, installed, present, provider_of
+from tiers.store.access import Access, azure_account, installed, present, provider_of
 from tiers.store.client import Bytes, Found, Listing, Seen, fill, run_to_end
 from tiers.store.errors import is_missing
 from tiers.store.s3_direct import NotUnderstoodError, S3DirectReads
 from tiers.threads import lower_priority
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tiers.store.access import Access
 
 COPY_THREADS_MAX: Final = 2
 """One copies as fast as most networks deliver; more only compete with the loop for cores."""

@@ -24,21 +24,18 @@ import select
 import socket
 import struct
 import time
+from collections.abc import Callable, Generator
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 from urllib.parse import quote, urlsplit
 
 import anyio
 import anyio.to_thread
 
+from tiers.store.access import Access
 from tiers.store.aws_credentials import OBSTORE_AHEAD_SECONDS, Credential, Provider, region_of
 from tiers.store.client import PIECE_BYTES, Bytes, Seen, check_size, run_to_end
 from tiers.threads import ComputeLimiter
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
-
-    from tiers.store.access import Access
 
 IDLE_SECONDS_MAX: Final = 60.0
 ANSWER_SECONDS_MAX: Final = 5.0

@@ -17,8 +17,9 @@ import logging
 import os
 import shlex
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import anyio
 
@@ -41,14 +42,10 @@ from sidecar.cli.run.engine_command import (
     own_chunk_tokens,
 )
 from sidecar.cli.run.supervised import listener
+from sidecar.config.model import Config
 from sidecar.exits import Exit
 from sidecar.logs import LOGGER
 from sidecar.protocol import sockets_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from sidecar.config.model import Config
 
 SUPPORTED: Final = ("0.31", "0.32", "0.33")
 """Releases of vLLM with which docs/reference/support.md says that kvlake works."""

@@ -13,14 +13,16 @@ import functools
 import itertools
 import mmap
 import resource
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
 from sidecar.cli.client import SidecarClient, SidecarNotReady, url_of
 from sidecar.cli.console import NoAnswer
+from sidecar.config.model import Config
 from sidecar.data.host_pool import check_host, placement_of
 from sidecar.errors import StartError
 from sidecar.events.curve_socket import bound
@@ -34,11 +36,6 @@ from tiers.cuda.errors import CudaFailed
 from tiers.errors import TierError
 from tiers.pool.lock import lock_path_of, read_owner
 from tiers.pool.numa import sample
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from sidecar.config.model import Config
 
 STATUS_SECONDS_MAX: Final = 10.0
 _INFLIGHT_BYTES: Final = 32 << 20

@@ -17,9 +17,11 @@ from __future__ import annotations
 import os
 import select
 import shlex
+import socket
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from pathlib import Path
 
 from sidecar.cli.console import CommandError, NotStarted, Options, load_config
 from sidecar.cli.run.engine_command import check_command, with_events
@@ -31,14 +33,8 @@ from sidecar.cli.run.supervised import (
     log,
     signals,
 )
+from sidecar.config.model import Config
 from sidecar.service.systemd import Notifier, without_notify
-
-if TYPE_CHECKING:
-    import socket
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from sidecar.config.model import Config
 
 
 def main(options: Options) -> int:

@@ -10,15 +10,12 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 from sidecar.cli.console import CommandError, complain
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from sidecar.config.model import Config
+from sidecar.config.model import Config
 
 CONNECTOR: Final = "KVLakeConnector"
 TRANSFER_OPTION: Final = "--kv-transfer-config"

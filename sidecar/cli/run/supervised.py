@@ -24,17 +24,14 @@ import struct
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING, Final
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Final
 
 from sidecar.cli.console import CommandError, NotStarted, complain
+from sidecar.config.model import Config
 from sidecar.exits import STOP_SIGNALS, Exit
 from sidecar.service.systemd import without_notify
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
-    from pathlib import Path
-
-    from sidecar.config.model import Config
 
 FORWARDED: Final = (*STOP_SIGNALS, signal.SIGHUP)
 LOCK: Final = "runs.lock"
