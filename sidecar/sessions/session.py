@@ -51,7 +51,7 @@ class Session:
     """One for each group."""
     memory: WorkerMemory | None
     token: bytes
-    opened: float = field(default_factory=time.monotonic)
+    opened: float = field(default_factory=lambda: time.monotonic())  # noqa: PLW0108
 
     @property
     def realm(self) -> RealmLayout:

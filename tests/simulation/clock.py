@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import heapq
 import itertools
@@ -20,12 +21,13 @@ import math
 import os
 import random
 import secrets
+import sys
 import threading
 import time
 from asyncio import events
 from collections import Counter
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
@@ -173,6 +175,29 @@ def _make_scope(scope: Any, *arguments: Any, **options: Any) -> None:
 
 
 _scope_made: Callable[..., None] = BackendScope.__init__
+
+
+@functools.cache
+def _with_a_clock() -> list[FunctionType]:
+    """Functions of the product with an argument that defaults to a real clock."""
+    members: list[object] = []
+    for name, module in sorted(sys.modules.items()):
+        if name.split(".")[0] in places.PACKAGES:
+            members += vars(module).values()
+    methods = [list(vars(one).values()) for one in members if isinstance(one, type)]
+    functions = [one for one in itertools.chain(members, *methods) if isinstance(one, FunctionType)]
+    return [
+        one
+        for one in dict.fromkeys(functions)
+        if any(map(_is_clock, (*(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values())))
+    ]
+
+
+def _is_clock(value: object) -> bool:
+    return value is _monotonic or value is _perf_counter
+
+
+_monotonic, _perf_counter = time.monotonic, time.perf_counter
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
@@ -333,6 +358,8 @@ def frozen(world: World, run_hop: Threads) -> Iterator[None]:
     ours: dict[str, object] = {
         "DedicatedThreads.run_sync": staticmethod(run_sync),
         "write_skeleton": _write_once,
+        # Its length would depend on the machine and the process.
+        "holder_name": lambda name: f"{name} on host, pid 1",
         "PIECE_BYTES_MAX": PIECE_BYTES,
         "INDEX_ENTRIES_FIRST": INDEX_ENTRIES_FIRST,
         "PASS_PAUSE_SECONDS": PASS_PAUSE_SECONDS,
@@ -344,6 +371,18 @@ def frozen(world: World, run_hop: Threads) -> Iterator[None]:
             stack.enter_context(mock.patch.object(target, name, value))
         for name, value in ours.items():
             stack.enter_context(places.patched(name, value))
+        for function in _with_a_clock():
+            defaults = [
+                world.clock if _is_clock(one) else one for one in function.__defaults__ or ()
+            ]
+            named = {
+                name: world.clock if _is_clock(one) else one
+                for name, one in (function.__kwdefaults__ or {}).items()
+            }
+            patch = mock.patch.multiple(
+                function, __defaults__=tuple(defaults) or None, __kwdefaults__=named or None
+            )
+            stack.enter_context(patch)
         # As `anyio.run` does; callbacks that are no tasks are told by it where they run.
         library = sniffio.current_async_library_cvar
         stack.callback(library.reset, library.set("asyncio"))
