@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import re
 from collections.abc import Generator
-from typing import Any, Final, TypeVar
+from typing import Annotated, Final, TypeVar
 
 import anyio.lowlevel
 import msgspec
@@ -41,7 +40,8 @@ TENANTS_PER_SLICE: Final = 512
 NAMES_PER_SLICE: Final = 256
 HISTORY: Final = 8
 _SLICE_BYTES: Final = 60 * TENANTS_PER_SLICE
-_TENANT = re.compile(r"[0-9a-f]{16}")
+_TenantName = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
+_TENANTS: Final = msgspec.json.Decoder(dict[_TenantName, Usage])
 _DIGEST_CHARACTERS: Final = 32
 
 
@@ -54,11 +54,11 @@ class Merged(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The manifest that merged it."""
 
 
-class _Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All of a manifest but its tenants."""
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One state of a catalog: its snapshots, and all log files that are not merged."""
 
     generation: int
-    snapshots: tuple[str, ...] = ()
+    snapshots: Annotated[tuple[str, ...], msgspec.Meta(max_length=SNAPSHOTS_MAX)] = ()
     """Names of files, whole. The first `base` are one major compaction's, sorted and disjoint."""
     base: int = 0
     base_seconds: float = 0.0
@@ -69,15 +69,10 @@ class _Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Rows in all snapshots."""
     held: Usage = Usage()
     """What is offered. Since the last major compaction, an estimate: duplicates count."""
-    merged: dict[str, Merged] = {}
+    merged: Annotated[dict[str, Merged], msgspec.Meta(max_length=WRITERS_MAX)] = {}
     reconciled_seconds: float = 0.0
     """When rows and objects were last compared, by the store's clock; 0 for never."""
     format: int = MANIFEST_FORMAT
-
-
-class Manifest(_Fields, frozen=True, forbid_unknown_fields=True):
-    """One state of a catalog: its snapshots, and all log files that are not merged."""
-
     tenants: dict[str, Usage] = {}
     """`held` by tenant (16 hexadecimal digits, zeros for none), of the largest `TENANTS_MAX`."""
 
@@ -86,10 +81,14 @@ EMPTY_MANIFEST: Final = Manifest(generation=-1)
 """What holds before the first manifest: every log file counts."""
 
 
-class _Image(_Fields, frozen=True, forbid_unknown_fields=True):
-    """As it is in the bytes, with the tenants not parsed."""
-
-    tenants: msgspec.Raw = msgspec.Raw(b"{}")
+_Image: Final = msgspec.defstruct(
+    "_Image",
+    [("tenants", msgspec.Raw, msgspec.Raw(b"{}"))],
+    bases=(Manifest,),
+    frozen=True,
+    forbid_unknown_fields=True,
+)
+"""A manifest as it is in the bytes, with the tenants not parsed."""
 
 
 async def run_in_slices(work: Generator[None, None, T]) -> T:
@@ -111,7 +110,7 @@ def encode(manifest: Manifest) -> Generator[None, None, Bytes]:
         pieces.append(msgspec.json.encode(some)[1:-1])
         yield
     tenants = msgspec.Raw(b"{%b}" % b",".join(pieces))
-    text = msgspec.json.encode(_Image(tenants=tenants, **_fields_of(manifest)))
+    text = msgspec.json.encode({**msgspec.structs.asdict(manifest), "tenants": tenants})
     yield
     digest = digest_of(np.frombuffer(text, dtype=np.uint8))
     return np.frombuffer(digest.encode() + b"\n" + text, dtype=np.uint8)
@@ -124,17 +123,14 @@ def decode(body: Bytes, folder: str, generation: int) -> Generator[None, None, M
         raise CatalogCorrupt("its first line is not the digest of the rest")
     yield
     try:
-        image = msgspec.json.decode(text.tobytes(), type=_Image, strict=True)
+        fields = msgspec.structs.asdict(msgspec.json.decode(text.tobytes(), type=_Image))
         yield
-        tenants = yield from _tenants_in(bytes(image.tenants))
+        fields["tenants"] = yield from _tenants_in(bytes(fields["tenants"]))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CatalogCorrupt(f"not a manifest: {error}") from error
-    yield from _check(image, folder, generation)
-    return Manifest(tenants=tenants, **_fields_of(image))
-
-
-def _fields_of(record: _Fields) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in _Fields.__struct_fields__}
+    manifest = Manifest(**fields)
+    yield from _check(manifest, folder, generation)
+    return manifest
 
 
 def _tenants_in(text: bytes) -> Generator[None, None, dict[str, Usage]]:
@@ -146,12 +142,7 @@ def _tenants_in(text: bytes) -> Generator[None, None, dict[str, Usage]]:
     while first < last:
         # To the end of some tenant's list.
         end = text.find(b"]", min(first + _SLICE_BYTES, last - 1)) + 1 or last
-        some = msgspec.json.decode(b"{%b}" % text[first:end], type=dict[str, Usage], strict=True)
-        if not all(map(_TENANT.fullmatch, some)):
-            raise CatalogCorrupt("tenants: a name is not 16 hexadecimal digits")
-        if any(min(held) < 0 for held in some.values()):
-            raise CatalogCorrupt("tenants: an amount is negative")
-        found.update(some)
+        found.update(_TENANTS.decode(b"{%b}" % text[first:end]))
         if len(found) > TENANTS_MAX:
             raise CatalogCorrupt(f"tenants: more than {TENANTS_MAX}")
         first = end + 1
@@ -159,25 +150,21 @@ def _tenants_in(text: bytes) -> Generator[None, None, dict[str, Usage]]:
     return found
 
 
-def _check(image: _Fields, folder: str, generation: int) -> Generator[None]:
-    if image.format != MANIFEST_FORMAT or image.generation != generation:
+def _check(manifest: Manifest, folder: str, generation: int) -> Generator[None]:
+    if manifest.format != MANIFEST_FORMAT or manifest.generation != generation:
         raise CatalogCorrupt(
-            f"format={image.format}, generation={image.generation}: expected "
+            f"format={manifest.format}, generation={manifest.generation}: expected "
             f"{MANIFEST_FORMAT} and {generation}"
         )
-    if min(image.held) < 0:
-        raise CatalogCorrupt("held: an amount is negative")
-    if len(image.snapshots) > SNAPSHOTS_MAX or len(image.merged) > WRITERS_MAX:
-        raise CatalogCorrupt(f"more than {SNAPSHOTS_MAX} snapshots or {WRITERS_MAX} writers")
-    if not 0 <= image.base <= len(image.snapshots):
-        raise CatalogCorrupt(f"base={image.base}: it has {len(image.snapshots)} snapshots")
-    for number, name in enumerate(image.snapshots):
+    if not 0 <= manifest.base <= len(manifest.snapshots):
+        raise CatalogCorrupt(f"base={manifest.base}: it has {len(manifest.snapshots)} snapshots")
+    for number, name in enumerate(manifest.snapshots):
         if parse_snapshot(folder, name) is None:
             raise CatalogCorrupt("a name in snapshots is not a snapshot's")
         if number % NAMES_PER_SLICE == 0:
             yield
     probe = "0" * _DIGEST_CHARACTERS
-    for number, (writer, merged) in enumerate(image.merged.items()):
+    for number, (writer, merged) in enumerate(manifest.merged.items()):
         last = max(merged.number, 0)
         if parse_log(folder, f"{folder}/log/{writer}/{last:012d}-{probe}.arrow") is None:
             raise CatalogCorrupt(f"writer {writer[:64]!r}: not a writer's name and number")

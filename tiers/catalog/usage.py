@@ -16,8 +16,9 @@ import functools
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -31,6 +32,7 @@ _NOT_SENT: Final = -1
 
 Words = npt.NDArray[np.uint64]
 Mask = npt.NDArray[np.bool_]
+Amount = Annotated[int, msgspec.Meta(ge=0)]
 
 
 def word_of(tenant: bytes) -> int:
@@ -51,11 +53,11 @@ def words_of(rows: Rows) -> Words:
 class Usage(NamedTuple):
     """What one tenant, or all, have in a namespace."""
 
-    size_bytes: int = 0
-    objects: int = 0
-    oldest: int = 0
+    size_bytes: Amount = 0
+    objects: Amount = 0
+    oldest: Amount = 0
     """Microseconds since 1970: no chunk was last written before; 0 without chunks."""
-    chunks: int = 0
+    chunks: Amount = 0
 
     def plus(self, other: Usage) -> Usage:
         """Both together."""
