@@ -145,15 +145,9 @@ def _plane(view: Bytes, plane: Plane, start: int, block_tokens: int) -> Bytes:
 
     `start` is the bytes of a token in the preceding planes.
     """
-    blocks, layers, heads, _ = view.shape
-    groups = block_tokens // plane.group_tokens
     part = view[..., start * block_tokens : (start + plane.token_bytes) * block_tokens]
-    row_bytes = groups * plane.unit_bytes
-    return np.lib.stride_tricks.as_strided(
-        part,
-        (blocks, layers, heads, plane.rows, groups, plane.unit_bytes),
-        (*part.strides[:3], row_bytes, plane.unit_bytes, 1),
-    )
+    groups = block_tokens // plane.group_tokens
+    return part.reshape(*part.shape[:3], plane.rows, groups, plane.unit_bytes)
 
 
 def _regroup(taken: Bytes, given: Bytes) -> None:
@@ -171,9 +165,5 @@ def _regroup(taken: Bytes, given: Bytes) -> None:
 
 def _runs(plane: Bytes, run: int) -> Bytes:
     """`[blocks, layers, heads, rows, runs, bytes]` with `run` groups in each, as a view."""
-    blocks, layers, heads, rows, groups, unit_bytes = plane.shape
-    return np.lib.stride_tricks.as_strided(
-        plane,
-        (blocks, layers, heads, rows, groups // run, run * unit_bytes),
-        (*plane.strides[:4], run * unit_bytes, 1),
-    )
+    *outer, groups, unit_bytes = plane.shape
+    return plane.reshape(*outer, groups // run, run * unit_bytes)
