@@ -40,7 +40,7 @@ from sidecar.cli.ls import chunk_documents, chunk_line, list_chunks
 from sidecar.cli.store import TenantNames
 from sidecar.config.model import Config
 from tiers.catalog.compaction import compact
-from tiers.catalog.compaction_work import CompactionPlan, CompactionReport
+from tiers.catalog.major_compaction import CompactionPlan, CompactionReport
 from tiers.catalog.retention import RetentionLimits, RetentionRules
 from tiers.kv.index import IndexReader, tags_of
 

@@ -27,8 +27,8 @@ from sidecar.data.index_writer import IndexUpdater
 from sidecar.protocol import PROTOCOL_VERSION, Attach, Role
 from sidecar.sessions.namespaces import Realms
 from tests.tiers.catalog.kit import encode_manifest
-from tiers.catalog.compaction_work import SNAPSHOT_ROWS
 from tiers.catalog.log import LogWriter, new_writer
+from tiers.catalog.major_compaction import SNAPSHOT_ROWS
 from tiers.catalog.manifest import Manifest
 from tiers.catalog.names import catalog_folder, manifest_name, namespace_prefix, snapshot_name
 from tiers.catalog.rows import Rows, digest_of, encode

@@ -32,8 +32,8 @@ from sidecar.config.model import Config
 from sidecar.core.tenants import Quota
 from sidecar.logs import fields
 from tiers.catalog.compaction import compact
-from tiers.catalog.compaction_work import CompactionPlan, CompactionReport
 from tiers.catalog.lease import CatalogLease
+from tiers.catalog.major_compaction import CompactionPlan, CompactionReport
 from tiers.catalog.manifest import Counts
 from tiers.catalog.names import FORMAT, parse_namespace
 from tiers.catalog.orphans import remove_leftovers

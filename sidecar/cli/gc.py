@@ -28,8 +28,8 @@ from sidecar.cli.ls import WITHDRAWN_COLUMNS, ListWriter, chunk_documents, chunk
 from sidecar.cli.store import TENANTS_SHOWN_MAX, TenantNames, find_namespaces, namespace_of, run
 from sidecar.config.model import Config
 from tiers.catalog.compaction import compact
-from tiers.catalog.compaction_work import CompactionReport
 from tiers.catalog.lease import CatalogLease
+from tiers.catalog.major_compaction import CompactionReport
 from tiers.catalog.manifest import Counts
 from tiers.catalog.orphans import Leftovers, remove_leftovers
 from tiers.catalog.retention import Reasons, RetentionReason

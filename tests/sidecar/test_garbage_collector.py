@@ -11,9 +11,9 @@ from sidecar.catalog.garbage_collector import Collected, Collector, collect, nam
 from sidecar.catalog.sync import StoreHealth
 from sidecar.config.model import loads
 from tests.tiers.catalog.bucket import Bucket, View
-from tiers.catalog.compaction_work import CompactionPlan
 from tiers.catalog.lease import CatalogLease
 from tiers.catalog.log import LogWriter, new_writer
+from tiers.catalog.major_compaction import CompactionPlan
 from tiers.catalog.manifest import Counts
 from tiers.catalog.names import (
     NUMBER_MAX,

@@ -20,8 +20,8 @@ from tests.sidecar.worlds import make_world
 from tests.tiers.catalog.bucket import Bucket, View
 from tests.tiers.catalog.kit import FOLDER, PREFIX, new_rows, reader, writer
 from tiers.catalog.compaction import compact
-from tiers.catalog.compaction_work import CompactionPlan
 from tiers.catalog.log import LogWriter, new_writer
+from tiers.catalog.major_compaction import CompactionPlan
 from tiers.catalog.manifest import Counts
 from tiers.catalog.names import catalog_folder
 from tiers.catalog.orphans import rows_in_shard

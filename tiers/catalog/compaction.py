@@ -32,15 +32,16 @@ import msgspec
 import numpy as np
 
 from tiers.catalog import manifest as manifests
-from tiers.catalog.compaction_work import (
+from tiers.catalog.log import LogWriter, new_writer
+from tiers.catalog.major_compaction import (
+    ANNOUNCED_ROWS,
     CompactionPlan,
     CompactionReport,
     CompactionWork,
+    MajorCompaction,
     OnWithdrawn,
     SnapshotWriter,
 )
-from tiers.catalog.log import LogWriter, new_writer
-from tiers.catalog.major_compaction import ANNOUNCED_ROWS, MajorCompaction
 from tiers.catalog.manifest import (
     TENANTS_MAX,
     TENANTS_PER_SLICE,
@@ -165,7 +166,7 @@ class _Compaction:
     async def _minor(self, state: CatalogState) -> Manifest:
         rows, before = state.log_rows, state.manifest
         generation = state.next_generation
-        out = self._snapshot_writer(generation)
+        out = SnapshotWriter(self._work, generation)
         await out.add(rows)
         usage, tenants = await _usage_with(before, rows)
         return msgspec.structs.replace(
@@ -196,10 +197,6 @@ class _Compaction:
             del found[writer]
         return found
 
-    def _snapshot_writer(self, generation: int) -> SnapshotWriter:
-        tier = None if self._work.plan.dry_run else self._work.tier
-        return SnapshotWriter(tier, self._work.files.folder, generation)
-
     async def _major(self, state: CatalogState) -> Manifest:
         work, report, before = self._work, self._report, state.manifest
         generation = state.next_generation
@@ -209,7 +206,7 @@ class _Compaction:
         grace = before.base_withdrawn > 0 and before.base_seconds > 0
         grace_runs = grace and not deletes and not work.plan.major
         done = await MajorCompaction(work, state, self._log).run(
-            self._snapshot_writer(generation), deletes=deletes, grace_runs=grace_runs
+            SnapshotWriter(work, generation), deletes=deletes, grace_runs=grace_runs
         )
         usage, withdrawn = report.usage.total, report.usage.withdrawn
         report.waiting = withdrawn

@@ -1,8 +1,9 @@
 """Major compaction: everything is merged, and what has to go is withdrawn or deleted.
 
 Owns going through a catalog shard by shard: what exceeds a limit, what the objects say that the
-rows do not, what was withdrawn long enough ago, and announcing it. Does not own which compaction is
-due or the manifest (`compaction.py`), or limits (`retention.py`).
+rows do not, what was withdrawn long enough ago, and announcing it; and what both kinds of
+compactions share: plan, report, and snapshots. Does not own which compaction is due or the manifest
+(`compaction.py`), or limits (`retention.py`).
 
 Invariants: those of `compaction.py`; a row is announced as withdrawn before it is left out; an
 object that may be written or announced at this moment is left alone.
@@ -11,24 +12,33 @@ object that may be written or announced at this moment is left alone.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 import anyio
 import anyio.to_thread
 import numpy as np
 
-from tiers.catalog.compaction_work import CompactionReport, CompactionWork, SnapshotWriter
 from tiers.catalog.log import LogWriter
 from tiers.catalog.manifest import TENANTS_MAX
 from tiers.catalog.merge import contained_in, merged, newest_of_chunk, withdrawals
-from tiers.catalog.names import segment_name
+from tiers.catalog.names import segment_name, snapshot_name
 from tiers.catalog.orphans import list_shard, rows_of_listing, shard_folder
-from tiers.catalog.retention import Ages, Reasons, RetentionDecision, RetentionRules, TenantLimits
-from tiers.catalog.rows import SIZE_LARGEST, Rows, joined
-from tiers.catalog.scan import CatalogState, merged_shards, run_for_rows
-from tiers.catalog.usage import cells_by_tenant
+from tiers.catalog.reader import Files
+from tiers.catalog.retention import (
+    REASONS,
+    Ages,
+    Reasons,
+    RetentionDecision,
+    RetentionRules,
+    TenantLimits,
+)
+from tiers.catalog.rows import SIZE_LARGEST, Rows, cut, digest_of, encode, joined
+from tiers.catalog.scan import BaseRows, CatalogState, Superseded, merged_shards, run_for_rows
+from tiers.catalog.usage import OBJECTS, Chunks, Sums, UsageTable, cells_by_tenant, cells_of
 from tiers.store.client import Found
+from tiers.store.object_tier import ObjectTier
 
 ANNOUNCED_ROWS: Final = 50_000
 DELETED_NAMES: Final = 100
@@ -43,8 +53,123 @@ MARGIN_SECONDS: Final = 60.0
 YOUNG_SECONDS: Final = 600.0
 """Younger objects and rows are not compared: one may be there before the other."""
 
+SNAPSHOT_ROWS: Final = 250_000
+"""Rows in one file of a major compaction: 25 MB."""
+
 Objects = dict[str, tuple[int, float]]
 """Names of a shard's objects -> size and time."""
+OnWithdrawn = Callable[[Rows, Reasons], Awaitable[None]]
+
+
+class CompactionPlan(NamedTuple):
+    """What a compaction is to do."""
+
+    retention: RetentionRules
+    grace_seconds: float
+    """From withdrawing to deleting: longer than a refresh and the longest read together."""
+    keep_seconds: float
+    """How long merged logs and old manifests stay, for slow readers."""
+    major: bool = False
+    reconcile: bool = False
+    reconcile_seconds: float | None = None
+    """After how long the objects are compared with the rows again; None: only with `reconcile`."""
+    dry_run: bool = False
+    """Count what would be done, and write nothing."""
+
+
+@dataclass(slots=True)
+class CompactionReport:
+    """What a compaction did, or with `dry_run` would have done."""
+
+    prefix: str
+    major: bool = False
+    generation: int = -1
+    logs_merged: int = 0
+    logs_left: int = 0
+    """Log files beyond what one compaction merges. The next one goes on with them."""
+    usage: UsageTable = field(default_factory=UsageTable)
+    """What is offered after a major compaction."""
+    withdrawn: int = 0
+    withdrawn_bytes: int = 0
+    withdrawn_cells: Sums = field(default_factory=Sums)
+    """What was withdrawn, by tenant and by `RetentionReason`."""
+    deleted: int = 0
+    waiting: int = 0
+    """Withdrawn segments that are still in their grace."""
+    found: int = 0
+    """Objects that no row named, or that a reader missed."""
+    lost: int = 0
+    """Rows whose object was gone."""
+    files_removed: int = 0
+
+    def count_withdrawn(self, rows: Rows, reasons: Reasons) -> None:
+        """Count merged rows that a shard withdraws."""
+        self.withdrawn += len(rows)
+        self.withdrawn_bytes += int(rows.size_bytes.sum())
+        chunks = Chunks(rows)
+        self.withdrawn_cells.add(cells_of(chunks, reasons[chunks.starts].astype(np.int64)))
+
+    def withdrawn_by(self) -> dict[str, int]:
+        """Objects that were withdrawn, by the setting that limits them."""
+        cells = self.withdrawn_cells.cells
+        return {
+            reason.setting: int(cells.amounts[cells.spans == reason, OBJECTS].sum())
+            for reason in REASONS
+        }
+
+
+@dataclass(slots=True)
+class CompactionWork:
+    """One compaction, for its parts."""
+
+    tier: ObjectTier
+    prefix: str
+    plan: CompactionPlan
+    now_seconds: float
+    """The time by the store's clock."""
+    files: Files
+    report: CompactionReport
+    renew_lease: Callable[[], Awaitable[bool]] | None
+    on_withdrawn: OnWithdrawn | None
+
+    async def check_lease(self) -> None:
+        """Raise `Superseded` where another process has the lease."""
+        if self.renew_lease is not None and not await self.renew_lease():
+            raise Superseded("another process has the lease")
+
+
+class SnapshotWriter:
+    """Writes sorted rows as they come into files of one size; a dry run only counts files.
+
+    A snapshot's name has its generation, its part and the digest of its bytes, so writing it again,
+    or by two processes at once, leaves the same file.
+    """
+
+    def __init__(self, work: CompactionWork, generation: int) -> None:
+        self._work = work
+        self._generation = generation
+        self._rows: list[Rows] = []
+        self._names: list[str] = []
+
+    async def add(self, rows: Rows) -> None:
+        """Take the rows of the next shard."""
+        if len(rows):
+            self._rows.append(rows)
+        if sum(len(one) for one in self._rows) >= SNAPSHOT_ROWS:
+            await self.flush()
+
+    async def flush(self) -> list[str]:
+        """Write queued rows. Returns the names of all files."""
+        rows, self._rows = self._rows, []
+        for part in await anyio.to_thread.run_sync(lambda: cut(joined(rows), SNAPSHOT_ROWS)):
+            name = ""
+            if not self._work.plan.dry_run:
+                body = await anyio.to_thread.run_sync(encode, part)
+                folder, number = self._work.files.folder, len(self._names)
+                name = snapshot_name(folder, self._generation, number, digest_of(body))
+                await self._work.tier.write(name, body)
+            self._names.append(name)
+        return self._names
 
 
 class MergedFiles(NamedTuple):
@@ -79,7 +204,8 @@ class MajorCompaction:
         work, plan = self._work, self._work.plan
         rules = RetentionRules() if grace_runs else plan.retention
         decision = await anyio.to_thread.run_sync(RetentionDecision, await self._ages(rules))
-        async for shard, found, withdrawn in merged_shards(work.files, self._state):
+        base_rows = BaseRows(work.files, self._state)
+        async for shard, found, withdrawn in merged_shards(base_rows, self._state.fresh):
             await work.check_lease()
             rows = found
             if plan.reconcile or (deletes and len(withdrawn)):
@@ -125,7 +251,8 @@ class MajorCompaction:
         work = self._work
         ages = Ages(rules, work.now_seconds)
         if await anyio.to_thread.run_sync(self._needs_ages, rules):
-            async for _, rows, _ in merged_shards(work.files, self._state):
+            base = BaseRows(work.files, self._state)
+            async for _, rows, _ in merged_shards(base, self._state.fresh):
                 await work.check_lease()
                 await run_for_rows(len(rows), ages.add, rows)
         return ages

@@ -150,8 +150,6 @@ class CatalogReader:
     """One reader of the catalog in `folder`."""
 
     def __init__(self, tier: ObjectTier, folder: str, counts: Counts) -> None:
-        self._tier = tier
-        self._folder = folder
         self._files = Files(tier, folder, counts)
         self.counts = counts
         self.writer = ""
@@ -305,22 +303,23 @@ class CatalogReader:
                 del known[writer]
 
     async def _list(self) -> Contents:
+        tier, folder = self._files.tier, self._files.folder
         requests = 1 + self.names_known // CATALOG_PAGE_NAMES
         if self._paged >= PAGED_MAX or requests <= 2 + len(self._positions):
             self._paged = 0
-            listing = await self._tier.list(self._folder)
+            listing = await tier.list(folder)
             self.names_known = len(listing)
-            return sort_out(self._folder, listing)
+            return sort_out(folder, listing)
         self._paged += 1
-        found = await self._tier.list(f"{self._folder}/manifest")
-        for entry in await self._tier.list(f"{self._folder}/log", deep=False):
-            writer = parse_log_folder(self._folder, entry.name)
+        found = await tier.list(f"{folder}/manifest")
+        for entry in await tier.list(f"{folder}/log", deep=False):
+            writer = parse_log_folder(folder, entry.name)
             if writer is None:
                 continue
             file = self._positions.get(writer)
             start_after = file.found.name if file is not None else ""
-            found += await self._tier.list(entry.name, start_after=start_after)
-        contents = sort_out(self._folder, found)
+            found += await tier.list(entry.name, start_after=start_after)
+        contents = sort_out(folder, found)
         self.names_known += sum(
             file.log.number > self._position(file.log.writer) for file in contents.logs
         )

@@ -139,7 +139,7 @@ async def all_rows(
     """
     state, logs = await _begin(files, now_seconds)
     overlays = await _overlays(files, state)
-    base = _Base(files, state)
+    base = BaseRows(files, state)
     # An upper bound: names of segments take room too.
     num_rows = sum(one.found.size_bytes for one in logs) // ROW_BYTES_MIN
     passes = max(1, -(-num_rows * len(shards) // (SHARDS * PASS_ROWS_MAX)))
@@ -151,7 +151,7 @@ async def all_rows(
             found = await _read(files, [one.found for one in logs[at : at + READS_MAX]])
             parts += await anyio.to_thread.run_sync(in_shards, found, some)
         fresh = await anyio.to_thread.run_sync(_merge, parts)
-        async for _, rows, _ in _merged_shards(base, fresh, some):
+        async for _, rows, _ in merged_shards(base, fresh, some):
             yield rows
 
 
@@ -232,17 +232,13 @@ async def _check_current(files: Files, name: str) -> None:
         raise Superseded(f"{name} was merged by another process: generation {newest.generation}")
 
 
-def merged_shards(files: Files, state: CatalogState) -> AsyncIterator[tuple[int, Rows, Rows]]:
+async def merged_shards(
+    base: BaseRows, fresh: Rows, shards: range = range(SHARDS)
+) -> AsyncIterator[tuple[int, Rows, Rows]]:
     """For each shard: its number, its merged rows, and those rows of the base that withdraw.
 
     Raises the tier's errors, and `Superseded`.
     """
-    return _merged_shards(_Base(files, state), state.fresh, range(SHARDS))
-
-
-async def _merged_shards(
-    base: _Base, fresh: Rows, shards: range
-) -> AsyncIterator[tuple[int, Rows, Rows]]:
     starts = shard_starts(fresh)
     for shard in shards:
         old = await base.take(shard)
@@ -254,8 +250,8 @@ async def _merged_shards(
         yield shard, rows, old.take(old.size_bytes == 0)
 
 
-class _Base:
-    """Reads the large snapshots file by file, in the order of shards."""
+class BaseRows:
+    """Reads a catalog's large snapshots once, file by file, in the order of shards."""
 
     def __init__(self, files: Files, state: CatalogState) -> None:
         self._files = files
@@ -265,6 +261,7 @@ class _Base:
         self._starts = np.zeros(SHARDS + 1, dtype=np.intp)
 
     async def take(self, shard: int) -> Rows:
+        """The rows of a shard; no later call may ask for an earlier one."""
         parts: list[Rows] = []
         while self._file is not None or self._next < len(self._state.base):
             if self._file is None:

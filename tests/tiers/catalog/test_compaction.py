@@ -20,7 +20,7 @@ from tests.tiers.catalog.kit import (
 from tests.tiers.catalog.world import GRACE, KEEP, LATER, World, view_of
 from tests.tiers.tier_suite import image_of
 from tiers.catalog.compaction import ABANDONED_SECONDS, MANIFESTS_KEPT, compact
-from tiers.catalog.compaction_work import CompactionPlan
+from tiers.catalog.major_compaction import CompactionPlan
 from tiers.catalog.manifest import TENANTS_PER_SLICE, Counts, Manifest
 from tiers.catalog.names import (
     NUMBER_MAX,

@@ -11,7 +11,7 @@ from sidecar.catalog.garbage_collector import CROWDED_FILES
 from tests import places
 from tests.tiers.catalog.kit import FOLDER, PREFIX, memory, new_rows, reader, row, writer
 from tiers.catalog.compaction import compact
-from tiers.catalog.compaction_work import CompactionPlan
+from tiers.catalog.major_compaction import CompactionPlan
 from tiers.catalog.retention import RetentionRules
 from tiers.catalog.rows import Row, Rows, rows_of
 

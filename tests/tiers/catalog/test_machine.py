@@ -26,8 +26,8 @@ from tests.tiers.catalog.bucket import Bucket, Killed, View
 from tests.tiers.catalog.kit import FOLDER, NAMESPACE, PREFIX, decode_manifest
 from tests.tiers.tier_suite import image_of
 from tiers.catalog.compaction import compact
-from tiers.catalog.compaction_work import CompactionPlan
 from tiers.catalog.log import LogWriter
+from tiers.catalog.major_compaction import CompactionPlan
 from tiers.catalog.manifest import EMPTY_MANIFEST, Counts, Manifest
 from tiers.catalog.names import (
     digest_in,

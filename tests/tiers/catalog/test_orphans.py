@@ -13,8 +13,7 @@ from tests.tiers.catalog.bucket import Bucket, View
 from tests.tiers.catalog.kit import FOLDER, NAMESPACE, PREFIX, SEGMENT, memory
 from tests.tiers.tier_suite import image_of
 from tiers.catalog.compaction import compact
-from tiers.catalog.compaction_work import CompactionPlan
-from tiers.catalog.major_compaction import YOUNG_SECONDS
+from tiers.catalog.major_compaction import YOUNG_SECONDS, CompactionPlan
 from tiers.catalog.names import object_name
 from tiers.catalog.orphans import (
     list_shard,

@@ -11,8 +11,8 @@ import pytest
 from tests import places
 from tests.tiers.catalog.kit import FOLDER, PREFIX, SEGMENT, memory
 from tiers.catalog.compaction import compact
-from tiers.catalog.compaction_work import CompactionPlan
 from tiers.catalog.log import LogWriter, new_writer
+from tiers.catalog.major_compaction import CompactionPlan
 from tiers.catalog.manifest import Counts
 from tiers.catalog.merge import SHARDS, merged
 from tiers.catalog.reader import Files

@@ -8,8 +8,8 @@ from tests.tiers.catalog.bucket import Bucket, View
 from tests.tiers.catalog.kit import FOLDER, NAMESPACE, PREFIX, new_rows
 from tests.tiers.tier_suite import image_of
 from tiers.catalog.compaction import compact
-from tiers.catalog.compaction_work import CompactionPlan, CompactionReport
 from tiers.catalog.log import LogWriter, new_writer
+from tiers.catalog.major_compaction import CompactionPlan, CompactionReport
 from tiers.catalog.manifest import Counts
 from tiers.catalog.names import object_name
 from tiers.catalog.reader import CatalogReader
