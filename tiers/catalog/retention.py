@@ -19,7 +19,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -57,31 +57,25 @@ Reasons = npt.NDArray[np.uint8]
 class RetentionReason(enum.IntEnum):
     """Which limit withdraws a chunk."""
 
-    KEPT = 0
-    CLOCK = 1
-    TTL = 2
-    TENANT_TTL = 3
-    TENANT_SIZE = 4
-    TENANT_OBJECTS = 5
-    SIZE = 6
-    OBJECTS = 7
+    KEPT = 0, ""
+    CLOCK = 1, "clock"
+    TTL = 2, "store.ttl"
+    TENANT_TTL = 3, "tenants.store_ttl"
+    TENANT_SIZE = 4, "tenants.store_max"
+    TENANT_OBJECTS = 5, "tenants.store_objects_max"
+    SIZE = 6, "store.size_max"
+    OBJECTS = 7, "store.objects_max"
 
-    @property
-    def setting(self) -> str:
-        """The configuration key. `clock` is for a time ahead of the store, where there is a TTL."""
-        return _SETTINGS[self]
+    setting: str
+    """The configuration key. `clock` is for a time ahead of the store, where there is a TTL."""
+
+    def __new__(cls, number: int, setting: str) -> Self:
+        """A number, and the setting of that name."""
+        reason = int.__new__(cls, number)
+        reason._value_, reason.setting = number, setting
+        return reason
 
 
-_SETTINGS: Final = (
-    "",
-    "clock",
-    "store.ttl",
-    "tenants.store_ttl",
-    "tenants.store_max",
-    "tenants.store_objects_max",
-    "store.size_max",
-    "store.objects_max",
-)
 REASONS: Final = tuple(one for one in RetentionReason if one is not RetentionReason.KEPT)
 
 

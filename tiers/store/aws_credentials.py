@@ -67,13 +67,7 @@ class AwsCredentials:
 
     def __call__(self) -> Credential:
         """Credentials that are good now. Raises botocore's errors."""
-        found = self._found
-        if found is None:
-            self._looking.acquire()
-        # While another thread asks, what it found before may be good still.
-        elif dt.datetime.now(dt.UTC) < self._reread_at or not self._looking.acquire(blocking=False):
-            return found
-        try:
+        with self._looking:
             if self._found is None or dt.datetime.now(dt.UTC) >= self._reread_at:
                 keys = self._look_up()
                 self._reread_at = dt.datetime.now(dt.UTC) + dt.timedelta(seconds=REREAD_SECONDS)
@@ -85,8 +79,6 @@ class AwsCredentials:
                     "expires_at": ends,
                 }
             return self._found
-        finally:
-            self._looking.release()
 
     def _look_up(self) -> Any:
         from botocore.credentials import DeferredRefreshableCredentials, RefreshableCredentials
