@@ -4,7 +4,7 @@ Owns the reading of vLLM's configuration into a small JSON object. Equal JSON me
 equal tokens, so anything that could change the bytes is in it. It is put together from the identity
 of the weights (`weights.py`), further settings, the geometry of a KV cache group, and the encoding
 of its values. LoRA adapters are part of keys instead (`adapters.py`). Tokens per block are in it
-only if blocks of one size cannot be made of blocks of another (`tiers/kv/packing.py`).
+only if blocks of one size cannot be made of blocks of another (`tiers/kv/layout.py`).
 
 A seldom setting (how images are encoded, what a model is run as) that is not given is not in it, so
 engines without it share with those of earlier versions of kvlake. Settings that change only
@@ -27,7 +27,7 @@ from connector.identity.mamba import is_recurrent, state_description, state_enco
 from connector.identity.weights import model_identity, settings_digest
 from connector.options import samples_weights
 from sidecar.protocol import MODEL_CHARACTERS_MAX
-from tiers.kv.packing import BY_TOKEN, regroups
+from tiers.kv.layout import BY_TOKEN, regroups
 
 MEDIA_SETTINGS: Final = (
     "mm_processor_kwargs",

@@ -1,4 +1,4 @@
-"""A reference for `tiers/kv/packing.py`: where kernels put each element, written with
+"""A reference for `tiers/kv/layout.py`: where kernels put each element, written with
 transposes."""
 
 from __future__ import annotations

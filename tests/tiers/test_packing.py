@@ -13,7 +13,7 @@ import torch
 from vllm import _custom_ops as ops
 
 from tests.tiers.packed import packed
-from tiers.kv.packing import planes_of, regroups
+from tiers.kv.layout import planes_of, regroups
 
 HEADS = 2
 

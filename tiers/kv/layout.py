@@ -1,8 +1,10 @@
 """Geometry of one worker's KV cache and of a chunk.
 
-Owns what a layout means, and its checks. Does not own bytes (`copy.py` moves them). The connector
-imports this module, and a peer's layout is decoded into it: numpy and msgspec only, and every
-number is bounded before it is used.
+Owns what a layout means, and its checks, and the order of the tokens within the bytes of one
+(block, head), for encodings with a known order. Does not own bytes (`copy.py` and `reshard.py` move
+them), nor encodings' names (the connector's `namespace.py`). The connector imports this module, and
+a peer's layout is decoded into it: numpy and msgspec only, and every number is bounded before it is
+used.
 
 Invariants, checked at construction:
 
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -59,6 +61,20 @@ ITEM_BYTES: Final[dict[str, int]] = {
 
 ROW_ENCODING: Final = "vllm-offloading"
 """Encoding of chunks that are rows of vLLM's own offloading: opaque, with unknown token ids."""
+
+BY_TOKEN: Final = "+token"  # noqa: S105 (a token of text)
+"""Suffix of an encoding that stores the content of a token contiguously, in any order."""
+
+_AMX_TOKENS: Final = 16
+_AMX_DIMENSIONS: Final = 16
+
+_VECTOR_DTYPES: Final = ("float32", "float16", "bfloat16")
+_ENCODING_DTYPES: Final[dict[str, tuple[str, ...]]] = {
+    "cpu-x86-vec": _VECTOR_DTYPES,
+    "cpu-x86-vec16": _VECTOR_DTYPES,
+    "cpu-x86-amx": ("bfloat16",),
+}
+"""Encodings whose planes are known. The tests compare them with what the kernels write."""
 
 _NUMBER = "(0|[1-9][0-9]{0,8})"
 _SEGMENT_NAME = re.compile(rf"{_NUMBER}-{_NUMBER}\.{_NUMBER}-{_NUMBER}")
@@ -379,3 +395,52 @@ def head_segment(
         )
     heads = num_heads // tp_size
     return Segment(first_layer, num_layers, tp_rank * heads, heads)
+
+
+class Plane(NamedTuple):
+    """One part of a (block, head), K or V: `[rows, block tokens / group_tokens, unit_bytes]`.
+
+    It is in C order. A group is the smallest number of tokens that are stored together: kernels
+    place dimensions of the head outside of the tokens, or some tokens side by side, to load whole
+    vectors. A block of twice the tokens has twice the groups in every row.
+    """
+
+    rows: int
+    group_tokens: int
+    unit_bytes: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in all rows."""
+        return self.rows * self.unit_bytes // self.group_tokens
+
+
+def regroups(encoding: str, dtype: str) -> bool:
+    """Whether blocks of this encoding can be converted to another block size."""
+    return encoding.endswith(BY_TOKEN) or dtype in _ENCODING_DTYPES.get(encoding, ())
+
+
+def planes_of(encoding: str, dtype: str, content_bytes: int) -> tuple[Plane, ...] | None:
+    """The planes of an encoding, None if they are unknown.
+
+    Engines with different block sizes do not share the chunks of an encoding without planes.
+    `content_bytes` belong to a token in one layer and head: K and V, of equal size on CPUs.
+    """
+    if not regroups(encoding, dtype):
+        return None
+    if encoding.endswith(BY_TOKEN):
+        return (Plane(1, 1, content_bytes),)
+    item_bytes = ITEM_BYTES[dtype]
+    half_bytes = content_bytes // 2
+    if encoding == "cpu-x86-amx":
+        # K as tiles of 16 tokens, V as rows of 16 dimensions with two tokens side by side.
+        rows = half_bytes // item_bytes // _AMX_DIMENSIONS
+        found = (
+            Plane(1, _AMX_TOKENS, _AMX_TOKENS * half_bytes),
+            Plane(rows, 2, 2 * _AMX_DIMENSIONS * item_bytes),
+        )
+    else:
+        # K as [dimensions, tokens], V as [tokens, dimensions].
+        found = (Plane(half_bytes // item_bytes, 1, item_bytes), Plane(1, 1, half_bytes))
+    whole = sum(plane.token_bytes for plane in found) == content_bytes
+    return found if whole else None

@@ -18,8 +18,7 @@ from typing import Final
 import numpy as np
 
 from tiers.errors import LayoutError
-from tiers.kv.layout import Bytes, ChunkLayout, Segment
-from tiers.kv.packing import Plane, planes_of
+from tiers.kv.layout import Bytes, ChunkLayout, Plane, Segment, planes_of
 
 SOURCES_MAX: Final = 64
 """Sources of one target; with more, the chunk is a miss."""
