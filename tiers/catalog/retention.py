@@ -69,7 +69,7 @@ class RetentionReason(enum.IntEnum):
     setting: str
     """The configuration key. `clock` is for a time ahead of the store, where there is a TTL."""
 
-    def __new__(cls, number: int, setting: str) -> Self:
+    def __new__(cls, number: int, setting: str = "") -> Self:
         """A number, and the setting of that name."""
         reason = int.__new__(cls, number)
         reason._value_, reason.setting = number, setting

@@ -44,10 +44,7 @@ from tiers.kv.arrow_file import (
     find_descriptor,
     write_skeleton,
 )
-from tiers.kv.layout import ChunkLayout, Segment
-
-Bytes = npt.NDArray[np.uint8]
-
+from tiers.kv.layout import Bytes, ChunkLayout, Segment
 
 _ALIGNMENT_BYTES: Final = 8
 

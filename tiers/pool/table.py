@@ -31,9 +31,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from tiers.kv.layout import Bytes
 from tiers.pool.slabs import Slab
 
-Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.int64]
 
 
