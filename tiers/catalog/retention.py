@@ -181,7 +181,7 @@ class Ages:
             cells = replace(cells, tenants=np.zeros(len(cells), dtype=np.uint64))
         kept = np.flatnonzero(self.expired(chunks) == RetentionReason.KEPT)
         self._sums.add(cells.take(kept))
-        while self._coarse < COARSEST and self._sums.num_joined > CELLS_MAX:
+        while self._coarse < COARSEST and len(self._sums.joined) > CELLS_MAX:
             self._coarse += 1
             self._sums.coarsen()
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Final, NamedTuple
 
 import msgspec
@@ -115,11 +115,10 @@ class Cells:
 
     def take(self, chosen: npt.NDArray[np.intp]) -> Cells:
         """The cells of these indexes."""
-        return Cells(
-            self.tenants[chosen], self.spans[chosen], self.amounts[chosen], self.oldest[chosen]
-        )
+        return Cells(*(getattr(self, one)[chosen] for one in _COLUMNS))
 
 
+_COLUMNS: Final = tuple(one.name for one in fields(Cells))
 SIZE, OBJECTS, CHUNKS = range(3)
 """Columns of `Cells.amounts`."""
 
@@ -151,7 +150,8 @@ class Sums:
     """Cells that are added as they come and joined now and then."""
 
     def __init__(self) -> None:
-        self._joined = NO_CELLS
+        self.joined = NO_CELLS
+        """The cells at the last join."""
         self._waiting: list[Cells] = []
         self._num_waiting = 0
 
@@ -160,37 +160,26 @@ class Sums:
         part = joined_cells(cells)
         self._waiting.append(part)
         self._num_waiting += len(part)
-        if self._num_waiting > max(JOIN_CELLS_MIN, len(self._joined)):
+        if self._num_waiting > max(JOIN_CELLS_MIN, len(self.joined)):
             self._join()
-
-    @property
-    def num_joined(self) -> int:
-        """The number of cells after the last join."""
-        return len(self._joined)
 
     @property
     def cells(self) -> Cells:
         """All that were added."""
         if self._waiting:
             self._join()
-        return self._joined
+        return self.joined
 
     def _join(self) -> None:
-        parts = [self._joined, *self._waiting]
+        parts = [self.joined, *self._waiting]
         self._waiting, self._num_waiting = [], 0
-        self._joined = joined_cells(
-            Cells(
-                np.concatenate([part.tenants for part in parts]),
-                np.concatenate([part.spans for part in parts]),
-                np.concatenate([part.amounts for part in parts]),
-                np.concatenate([part.oldest for part in parts]),
-            )
-        )
+        columns = [np.concatenate([getattr(part, one) for part in parts]) for one in _COLUMNS]
+        self.joined = joined_cells(Cells(*columns))
 
     def coarsen(self) -> None:
         """Make spans twice as long."""
         cells = self.cells
-        self._joined = joined_cells(replace(cells, spans=cells.spans >> 1))
+        self.joined = joined_cells(replace(cells, spans=cells.spans >> 1))
 
 
 @dataclass(slots=True)
