@@ -27,7 +27,6 @@ seqlock (a writer that is stopped between its two increments blocks every reader
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import mmap
 import os
 import struct
@@ -38,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tiers.errors import LayoutError
-from tiers.kv.memfd import read_only_memfd
+from tiers.kv.memfd import NotSealed, check_sealed, read_only_memfd
 
 FLAG_HOST: Final = 1
 """The chunk can be loaded from host memory now."""
@@ -433,11 +432,6 @@ def _check_descriptor(fd: int, size_bytes: int) -> None:
             "power of two of slots; use Attached.index_bytes with the descriptor it came with"
         )
     try:
-        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-    except OSError:
-        sealed = 0
-    if not sealed:
-        raise LayoutError(
-            "index descriptor is not sealed against shrinking: reading it could kill this process "
-            "(SIGBUS); attach to a kvlake sidecar's own socket"
-        )
+        check_sealed("index", fd, size_bytes)
+    except NotSealed as error:
+        raise LayoutError(f"{error}; attach to a kvlake sidecar's own socket") from error

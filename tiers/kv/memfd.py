@@ -34,8 +34,8 @@ _MAGIC: Final[dict[int, MemoryFilesystem]] = {
 _STATFS_BYTES: Final = 256
 """Twice what `struct statfs` takes on any 64-bit Linux. Its first field is the magic number."""
 _REMEDY: Final = (
-    "make it with memfd_create(MFD_ALLOW_SEALING), set its size, and seal that; kvlake's connector "
-    "of this release does"
+    "make it with memfd_create(MFD_ALLOW_SEALING), set its size, and seal that; kvlake of this "
+    "release does"
 )
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -8,6 +8,7 @@ the list of free ones.
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -142,17 +143,14 @@ class Extents:
 
     def claim(self, taken: list[tuple[int, int]]) -> bool:
         """Remove these (start, size) from one free range. False if they overlap or exceed it."""
-        end = self.starts[0] + self.sizes[0]
-        free: list[tuple[int, int]] = []
-        cursor = self.starts[0]
-        for start, size in sorted(taken):
-            if start < cursor or size <= 0 or start + size > end:
-                return False
-            if start > cursor:
-                free.append((cursor, start - cursor))
-            cursor = start + size
-        if cursor < end:
-            free.append((cursor, end - cursor))
-        self.starts = [start for start, _ in free]
-        self.sizes = [size for _, size in free]
+        first = self.starts[0]
+        edges = [(first, 0), *sorted(taken), (first + self.sizes[0], 0)]
+        gaps = [
+            (start + size, following - start - size)
+            for (start, size), (following, _) in itertools.pairwise(edges)
+        ]
+        if any(size <= 0 for _, size in taken) or any(size < 0 for _, size in gaps):
+            return False
+        self.starts = [start for start, size in gaps if size]
+        self.sizes = [size for _, size in gaps if size]
         return True
