@@ -14,6 +14,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Final
 
 import anyio
@@ -43,6 +44,7 @@ def new_writer(kind: str = "s") -> str:
     return kind + secrets.token_hex(8)[:15]
 
 
+@dataclass(eq=False)
 class LogWriter:
     """Appends to the catalog in `folder` under one writer's name, from `new_writer`.
 
@@ -50,32 +52,22 @@ class LogWriter:
     the rows that `append` takes, and their files.
     """
 
-    def __init__(
-        self,
-        tier: ObjectTier,
-        folder: str,
-        writer: str,
-        *,
-        rows_max: int,
-        seconds_max: float,
-        clock: Callable[[], float] = time.monotonic,
-        usage: LogUsage | None = None,
-    ) -> None:
-        self.tier = tier
-        self._folder = folder
-        self.writer = writer
-        self._rows_max = rows_max
-        self._seconds_max = seconds_max
-        self._clock = clock
-        self._usage = usage
-        self._rows: list[Row] = []
-        self._oldest = 0.0
-        self._flushing = anyio.Lock()
-        self._unsent: tuple[Bytes, int] | None = None
-        self.files = 0
-        """Files written; the next one's number."""
-        self.rows_lost = 0
-        """Rows that found the buffer full."""
+    tier: ObjectTier
+    _folder: str
+    writer: str
+    _: KW_ONLY
+    rows_max: int
+    seconds_max: float
+    clock: Callable[[], float] = time.monotonic
+    usage: LogUsage | None = None
+    files: int = field(default=0, init=False)
+    """Files written; the next one's number."""
+    rows_lost: int = field(default=0, init=False)
+    """Rows that found the buffer full."""
+    _rows: list[Row] = field(default_factory=list[Row], init=False)
+    _oldest: float = field(default=0.0, init=False)
+    _flushing: anyio.Lock = field(default_factory=anyio.Lock, init=False)
+    _unsent: tuple[Bytes, int] | None = field(default=None, init=False)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -86,19 +78,19 @@ class LogWriter:
             self.rows_lost += 1
             return
         if not self._rows:
-            self._oldest = self._clock()
+            self._oldest = self.clock()
         self._rows.append(row)
-        if self._usage is not None:
-            self._usage.add(row)
+        if self.usage is not None:
+            self.usage.add(row)
 
     @property
     def due_in(self) -> float | None:
         """Seconds until a flush is due (0: now); None without rows."""
         if not self._rows:
             return None
-        if len(self._rows) >= self._rows_max:
+        if len(self._rows) >= self.rows_max:
             return 0.0
-        return max(0.0, self._oldest + self._seconds_max - self._clock())
+        return max(0.0, self._oldest + self.seconds_max - self.clock())
 
     async def flush(self) -> None:
         """Write the rows that wait now. Raises the tier's errors; the rows then stay.
@@ -107,13 +99,13 @@ class LogWriter:
         after the other would have a file each.
         """
         async with self._flushing:
-            left, begun = len(self._rows), self._clock()
+            left, begun = len(self._rows), self.clock()
             while left > 0:
                 if self._unsent is None:
                     # A file names a limited number of segments, and each row may name another.
                     rows = self._rows[: min(left, SEGMENTS_PER_FILE_MAX)]
-                    if self._usage is not None:
-                        self._usage.cut()
+                    if self.usage is not None:
+                        self.usage.cut()
                     columns = await anyio.to_thread.run_sync(rows_of, rows)
                     body = await anyio.to_thread.run_sync(encode, columns)
                     self._unsent = (body, len(rows))
@@ -122,8 +114,8 @@ class LogWriter:
                 body, count = self._unsent
                 await self._send(body)
                 self._unsent = None
-                if self._usage is not None:
-                    self._usage.sent(self.files - 1, count)
+                if self.usage is not None:
+                    self.usage.sent(self.files - 1, count)
                 del self._rows[:count]
                 left -= count
                 self._oldest = begun

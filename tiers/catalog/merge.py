@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tiers.catalog.rows import Bytes, Longs, Rows, joined
-from tiers.catalog.usage import Mask, Words, chunk_starts
+from tiers.catalog.usage import Mask, Words, run_starts
 
 SHARDS: Final = 256
 
@@ -96,7 +96,7 @@ def newest_of_chunk(rows: Rows) -> Longs:
     """
     if not len(rows):
         return rows.written_at
-    starts = chunk_starts(rows.keys)
+    starts = run_starts(rows.keys)
     newest: Longs = np.maximum.reduceat(rows.written_at, starts)
     return np.repeat(newest, np.diff(np.r_[starts, len(rows)]))
 

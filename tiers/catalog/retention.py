@@ -37,6 +37,7 @@ from tiers.catalog.usage import (
     Words,
     cells_of,
     joined_cells,
+    run_starts,
     word_of,
 )
 
@@ -212,7 +213,7 @@ class _Excess:
     def __init__(self, cells: Cells, kind: int, most: Longs) -> None:
         """`cells` are sorted; `most` is the limit of each tenant that they have, in order."""
         amounts = cells.amounts[:, kind]
-        starts = _starts(cells.tenants)
+        starts = run_starts(cells.tenants)
         excess = np.add.reduceat(amounts, starts) - most
         over = np.flatnonzero(excess > 0)
         before = _before_each(amounts, starts)
@@ -235,7 +236,7 @@ class _Excess:
         if len(edge):
             edge = edge[np.argsort(at[edge], kind="stable")]
             scope, mass = at[edge], amounts[edge]
-            starts = _starts(scope)
+            starts = run_starts(scope)
             chosen = _before_each(mass, starts) < self._left[scope]
             going[edge[chosen]] = True
             self._left[scope[starts]] -= np.add.reduceat(np.where(chosen, mass, 0), starts)
@@ -251,13 +252,6 @@ class _Excess:
             result = np.where(cells.spans < self._before[at], 1.0, result)
             result[~mine] = 0.0
         return result
-
-
-def _starts(values: npt.NDArray[np.generic]) -> npt.NDArray[np.intp]:
-    """The start of each run of equal values."""
-    if not len(values):
-        return np.zeros(0, dtype=np.intp)
-    return np.flatnonzero(np.r_[True, values[1:] != values[:-1]])
 
 
 def _scopes(starts: npt.NDArray[np.intp], total: int) -> npt.NDArray[np.intp]:
@@ -278,7 +272,7 @@ class RetentionDecision:
     def __init__(self, ages: Ages) -> None:
         self._ages = ages
         rules, cells, tenants = ages.rules, ages.cells, ages.limits
-        present = cells.tenants[_starts(cells.tenants)]
+        present = cells.tenants[run_starts(cells.tenants)]
         sizes = tenants.values(tenants.size_bytes_max, present)
         objects = tenants.values(tenants.objects_max, present)
         self._tenants = (_Excess(cells, SIZE, sizes), _Excess(cells, OBJECTS, objects))

@@ -16,13 +16,13 @@ import functools
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tiers.catalog.rows import NO_TENANT, TENANT_BYTES, Bytes, Longs, Row, Rows
+from tiers.catalog.rows import NO_TENANT, TENANT_BYTES, Longs, Row, Rows
 
 JOIN_CELLS_MIN: Final = 65_536
 """Fewer cells are not worth joining."""
@@ -78,16 +78,19 @@ def sum_of(usages: Iterable[Usage]) -> Usage:
     return functools.reduce(Usage.plus, usages, NO_USAGE)
 
 
-def chunk_starts(keys: Bytes) -> npt.NDArray[np.intp]:
-    """Where each chunk begins in sorted keys, of which there is at least one."""
-    return np.flatnonzero(np.r_[True, np.any(keys[1:] != keys[:-1], axis=1)])
+def run_starts(rows: npt.NDArray[Any]) -> npt.NDArray[np.intp]:
+    """Where each run of equal rows begins; in sorted keys, where each chunk does."""
+    differs = rows[1:] != rows[:-1]
+    if differs.ndim > 1:
+        differs = differs.any(axis=1)
+    return np.flatnonzero(np.r_[len(rows) > 0, differs])
 
 
 class Chunks:
     """Columns by chunk, of sorted rows that are offered: at least one."""
 
     def __init__(self, live: Rows) -> None:
-        self.starts = starts = chunk_starts(live.keys)
+        self.starts = starts = run_starts(live.keys)
         self.times: Longs = np.maximum.reduceat(live.written_at, starts)
         """When each was last written."""
         self.sizes: Longs = np.add.reduceat(live.size_bytes, starts)

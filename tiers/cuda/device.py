@@ -179,23 +179,18 @@ class PinnedMemory:
                 self._driver.call("cuMemHostUnregister", self._registered.pop())
 
 
+@dataclass(eq=False)
 class DeviceMemory:
     """A worker's KV cache, mapped on its device. Made by `Device`."""
 
-    def __init__(
-        self,
-        device: Device,
-        address: int,
-        layout: KVLayout,
-        pins: PinnedMemory,
-        unmap: Callable[[], None],
-    ) -> None:
-        self.device = device
-        self._address = address
-        self._layout = layout
-        self._pins = pins
-        self._unmap = unmap
-        self._runs = Runs(layout)
+    device: Device
+    _address: int
+    _layout: KVLayout
+    _pins: PinnedMemory
+    _unmap: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self._runs = Runs(self._layout)
         self._plane_shape = PlaneShape.of(self._runs)
 
     def part(self, layout: KVLayout) -> DeviceMemory:
