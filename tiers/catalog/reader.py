@@ -243,11 +243,6 @@ class CatalogReader:
     async def _reload(self, manifest: Manifest) -> AsyncIterator[Rows]:
         """Everything that a manifest has merged, instead of the log files."""
         self.counts.reloads += not self._fresh
-        async for snapshot in self._snapshots(manifest):
-            yield snapshot
-        self._merged = {name: merged.number for name, merged in manifest.merged.items()}
-
-    async def _snapshots(self, manifest: Manifest) -> AsyncIterator[Rows]:
         incomplete = self._incomplete == manifest.generation
         for name in manifest.snapshots:
             try:
@@ -265,6 +260,7 @@ class CatalogReader:
             if rows is not None:
                 self.writer, self.file = "", None
                 yield rows
+        self._merged = {name: merged.number for name, merged in manifest.merged.items()}
 
     def _missed(self, newer: Manifest, contents: Contents) -> bool:
         """Whether files were merged and deleted that this reader has not seen."""
