@@ -17,9 +17,10 @@ error of the tier: foreign names are skipped, sizes are bounded.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Generator
 from typing import Final, NamedTuple
 
 import anyio
@@ -102,17 +103,13 @@ class Files:
 
     async def rows(self, name: str, size_bytes: int = FILE_BYTES_MAX) -> Rows | None:
         """The rows of a file; None for a broken one. Raises `ChunkMissing`, `TierUnavailable`."""
-        body = await self._body(name, min(size_bytes, FILE_BYTES_MAX))
-        if body is None:
-            return None
-        try:
+        rows: Rows | None = None
+        with self._unless_broken(name):
+            body = await self._body(name, min(size_bytes, FILE_BYTES_MAX))
             rows = await anyio.to_thread.run_sync(decode, body, digest_in(name))
-        except CatalogCorrupt as error:
-            self._broken(name, error)
-            return None
-        self.counts.files_read += 1
-        self.counts.bytes_read += body.nbytes
-        self.counts.rows_read += len(rows)
+            self.counts.files_read += 1
+            self.counts.bytes_read += body.nbytes
+            self.counts.rows_read += len(rows)
         return rows
 
     async def manifest(self, contents: Contents, above: int) -> Manifest | None:
@@ -121,29 +118,26 @@ class Files:
             if generation <= above:
                 return None
             found = contents.manifests[generation]
-            body = await self._body(found.name, min(found.size_bytes, MANIFEST_BYTES_MAX))
-            if body is None:
-                continue
-            try:
+            with self._unless_broken(found.name):
+                body = await self._body(found.name, min(found.size_bytes, MANIFEST_BYTES_MAX))
                 return await run_in_slices(manifests.decode(body, self.folder, generation))
-            except CatalogCorrupt as error:
-                self._broken(found.name, error)
         return None
 
-    async def _body(self, name: str, size_bytes: int) -> Bytes | None:
+    async def _body(self, name: str, size_bytes: int) -> Bytes:
         into = np.empty(max(1, size_bytes), dtype=np.uint8)
-        try:
-            return into[: await self.tier.read(name, into)]
-        except ChunkCorrupt as error:
-            self._broken(name, error)
-            return None
+        return into[: await self.tier.read(name, into)]
 
-    def _broken(self, name: str, error: Exception) -> None:
-        self.counts.files_corrupt += 1
-        self.broken[name] = None
-        if len(self.broken) > BROKEN_KEPT_MAX:
-            del self.broken[next(iter(self.broken))]
-        _log.warning("catalog file %s is ignored: %s", name, error)
+    @contextlib.contextmanager
+    def _unless_broken(self, name: str) -> Generator[None]:
+        """Ignore a file that turns out to be damaged or foreign, and count it."""
+        try:
+            yield
+        except (ChunkCorrupt, CatalogCorrupt) as error:
+            self.counts.files_corrupt += 1
+            self.broken[name] = None
+            if len(self.broken) > BROKEN_KEPT_MAX:
+                del self.broken[next(iter(self.broken))]
+            _log.warning("catalog file %s is ignored: %s", name, error)
 
 
 class CatalogReader:

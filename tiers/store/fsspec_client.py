@@ -112,16 +112,14 @@ class FsspecClient:
     """Further arguments of each write."""
     on_loop: Callable[[Any], None] | None = None
     """Called once, on the event loop, before the first request."""
-    copies: anyio.CapacityLimiter = dataclasses.field(
-        default_factory=lambda: anyio.CapacityLimiter(COPY_THREADS_MAX)
-    )
-    calls: anyio.CapacityLimiter = dataclasses.field(
-        default_factory=lambda: anyio.CapacityLimiter(1)
-    )
+
+    def __post_init__(self) -> None:
+        self._copies = anyio.CapacityLimiter(COPY_THREADS_MAX)
+        self._calls = anyio.CapacityLimiter(1)
 
     async def _call(self, verb: str, *args: Any, **options: Any) -> Any:
         if not self.fs.async_impl:
-            return await run_to_end(lambda: getattr(self.fs, verb)(*args, **options), self.calls)
+            return await run_to_end(lambda: getattr(self.fs, verb)(*args, **options), self._calls)
         if self.on_loop is not None:
             self.on_loop(self.fs)
             self.on_loop = None
@@ -140,7 +138,7 @@ class FsspecClient:
         if self.one_request:
             options["chunksize"] = image.nbytes + 1
         # A copy, because a driver is free to read a body in a thread of its own.
-        body = await run_to_end(image.tobytes, self.copies)
+        body = await run_to_end(image.tobytes, self._copies)
         await self._make_folder(name)
         await self._call("pipe_file", self._path(name), body, **options)
 
@@ -149,7 +147,7 @@ class FsspecClient:
         # The range bounds the memory that a foreign object of any size can take, and spares the
         # HEAD request by which s3fs would first ask for the size.
         body: bytes = await self._call("cat_file", self._path(name), start=0, end=into.nbytes + 1)
-        return await run_to_end(lambda: fill(body, into, seen), self.copies)
+        return await run_to_end(lambda: fill(body, into, seen), self._copies)
 
     async def list(
         self,
@@ -196,7 +194,7 @@ class FsspecClient:
             raise
         except NotImplementedError:
             # sftp, ftp and smb have no copying of their own.
-            await run_to_end(lambda: self._copy_through(source, self._path(target)), self.calls)
+            await run_to_end(lambda: self._copy_through(source, self._path(target)), self._calls)
         await self.delete([name])
 
     def _copy_through(self, source: str, target: str) -> None:
