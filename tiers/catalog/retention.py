@@ -245,13 +245,11 @@ class _Excess:
     def share(self, cells: Cells, kind: int) -> npt.NDArray[np.float64]:
         """The estimated part of each cell that goes. To be called before `takes`."""
         at, mine = _find(self._tenants, cells.tenants)
-        result: npt.NDArray[np.float64] = np.zeros(len(cells))
-        if mine.any():
-            edge = np.minimum(1.0, self._left[at] / np.maximum(1, cells.amounts[:, kind]))
-            result = np.where(cells.spans == self._before[at], edge, 0.0)
-            result = np.where(cells.spans < self._before[at], 1.0, result)
-            result[~mine] = 0.0
-        return result
+        if not mine.any():
+            return np.zeros(len(cells))
+        edge = np.minimum(1.0, self._left[at] / np.maximum(1, cells.amounts[:, kind]))
+        last = self._before[at]
+        return np.select([~mine, cells.spans < last, cells.spans == last], [0.0, 1.0, edge])
 
 
 def _scopes(starts: npt.NDArray[np.intp], total: int) -> npt.NDArray[np.intp]:

@@ -20,7 +20,6 @@ from tiers.kv.copy import Runs
 
 Addresses = npt.NDArray[np.uint64]
 
-
 PLANE_ROWS_MIN: Final = 8
 """With fewer rows a 2D copy does not save enough calls."""
 

@@ -28,7 +28,6 @@ Bytes = npt.NDArray[np.uint8]
 BlockIds = npt.NDArray[np.int64]
 Visit = Callable[[memoryview], object]
 
-
 PIECE_BYTES_MAX: Final = 256 * 1024
 """Source and target of a piece fit a second-level cache; smaller pieces need more calls."""
 PAGE_BYTES_MIN: Final = 64

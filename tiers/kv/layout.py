@@ -30,7 +30,6 @@ from tiers.errors import LayoutError
 
 Bytes = npt.NDArray[np.uint8]
 
-
 LAYERS_MAX: Final = 1024
 HEADS_MAX: Final = 65_536
 BLOCK_TOKENS_MAX: Final = 65_536

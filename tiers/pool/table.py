@@ -36,7 +36,6 @@ from tiers.pool.slabs import Slab
 
 Numbers = npt.NDArray[np.int64]
 
-
 VERSION: Final = 2
 """Raised with every change of this format; other versions are not read."""
 

@@ -25,8 +25,6 @@ from tiers.store.access import Access
 
 Credential = dict[str, Any]
 """As obstore takes it: access_key_id, secret_access_key, token, expires_at (None: never)."""
-Provider = Callable[[], Credential]
-"""Blocks while it asks STS or another service."""
 SESSION_NAME: Final = "kvlake"
 REGION_DEFAULT: Final = "us-east-1"
 REREAD_SECONDS: Final = 60
@@ -35,8 +33,8 @@ OBSTORE_AHEAD_SECONDS: Final = 300
 """How long before their end obstore asks for new ones."""
 
 
-def credential_provider(access: Access) -> Provider | None:
-    """Credentials for `access`; None for anonymous requests."""
+def credential_provider(access: Access) -> Callable[[], Credential] | None:
+    """Credentials for `access`, which may block to ask STS; None for anonymous requests."""
     credentials = access.credentials
     match credentials.kind:
         case "anonymous":

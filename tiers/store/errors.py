@@ -35,7 +35,6 @@ _OBSTORE_CODE = re.compile(r"<Code>(\w+)</Code>")
 _STATUS = re.compile(r"[345]\d\d")
 _OBSTORE_DETAIL = "\n\nDebug source"
 
-
 CONDITIONS: Final = {
     "missing": "no such object; nothing to do: what is missing is computed",
     "truncated": "the object is empty; it will be written again",
