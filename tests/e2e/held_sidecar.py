@@ -21,8 +21,7 @@ from unittest.mock import patch
 import anyio
 
 from sidecar import cli
-from sidecar.data.copies import Memory
-from sidecar.data.copy_queue import CopyGroup
+from sidecar.data.copies import CopyGroup, Memory
 from sidecar.protocol import decode_first
 from sidecar.transport.attach_socket import Connection, close_fds
 from tests import places

@@ -18,8 +18,7 @@ from sidecar.core.commands import (
     Gather,
     Scatter,
 )
-from sidecar.data.copies import Copies, gather_group
-from sidecar.data.copy_queue import CopyGroup
+from sidecar.data.copies import Copies, CopyGroup, gather_group
 from sidecar.protocol import Outcome, Role
 from sidecar.sessions.worker_memory import HostMapping
 from tests import places
