@@ -39,10 +39,12 @@ from sidecar.protocol import (
     Declined,
     IndexMoved,
     Limits,
-    ProtocolError,
     Refused,
     Role,
     ServerMessage,
+)
+from sidecar.protocol.codec import (
+    ProtocolError,
     decode_attach_reply,
     decode_server,
     encode,

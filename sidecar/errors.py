@@ -6,7 +6,7 @@ remedy.
 
 from __future__ import annotations
 
-from sidecar.protocol import ProtocolError
+from sidecar.protocol.codec import ProtocolError
 
 
 class StartError(Exception):

@@ -76,7 +76,7 @@ def test_the_console_script_and_the_plugin_are_registered() -> None:
 
 def test_what_vllm_runs_in_every_process_imports_nothing_heavy() -> None:
     script = (
-        "import connector.plugin, sidecar.protocol, sys, json\n"
+        "import connector.plugin, sidecar.protocol.codec, sys, json\n"
         "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

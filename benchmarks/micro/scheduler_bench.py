@@ -27,7 +27,8 @@ from connector.identity.keys import KeyChain, root_key
 from connector.plan import StepReport
 from connector.scheduler.requests import Settings
 from connector.scheduler.role import SchedulerRole
-from sidecar.protocol import ClientMessage, Limits, ServerMessage, encode
+from sidecar.protocol import ClientMessage, Limits, ServerMessage
+from sidecar.protocol.codec import encode
 from tiers.kv.index import FLAG_HOST, IndexReader, IndexWriter, tag_of
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from sidecar.protocol.messages import (
+from sidecar.protocol import (
     FRAME_BYTES_MAX,
     IPC_HANDLE_BYTES,
     JOBS_PER_MESSAGE_MAX,

@@ -40,16 +40,8 @@ from sidecar.data.host_pool import PoolSlots
 from sidecar.events.publisher import EventStream
 from sidecar.events.sockets import EventSockets
 from sidecar.logs import fields
-from sidecar.protocol import (
-    Error,
-    IndexMoved,
-    Lease,
-    Lookup,
-    ProtocolError,
-    Role,
-    ServerMessage,
-    encode,
-)
+from sidecar.protocol import Error, IndexMoved, Lease, Lookup, Role, ServerMessage
+from sidecar.protocol.codec import ProtocolError, encode
 from sidecar.service.uncached import UncachedEngines
 from sidecar.sessions.gpus import Gpus
 from sidecar.sessions.namespaces import RealmLayout, Realms

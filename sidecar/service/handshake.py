@@ -32,13 +32,10 @@ from sidecar.protocol import (
     Declined,
     FirstMessage,
     Limits,
-    ProtocolError,
     Refused,
     Role,
-    decode_first,
-    encode,
-    frame_stream,
 )
+from sidecar.protocol.codec import ProtocolError, decode_first, encode, frame_stream
 from sidecar.service.dispatcher import Dispatcher
 from sidecar.service.realm_eviction import RealmEviction
 from sidecar.sessions.session import Session, check_shape

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from sidecar.errors import AttachRefused
-from sidecar.protocol import DECLINE_REASONS, Attach, Declined, FirstMessage, ProtocolError
+from sidecar.protocol import DECLINE_REASONS, Attach, Declined, FirstMessage
+from sidecar.protocol.codec import ProtocolError
 from sidecar.transport.unix_listener import Peer
 
 REFUSED: Final = "refused"

@@ -20,17 +20,8 @@ from dataclasses import dataclass, field
 
 from sidecar.core.commands import OpenedGroup, Received, SessionOpened
 from sidecar.errors import AttachRefused
-from sidecar.protocol import (
-    MEMORY_FDS,
-    TOKEN_BYTES,
-    Attach,
-    Lookup,
-    Pin,
-    ProtocolError,
-    Role,
-    Submit,
-    decode_client,
-)
+from sidecar.protocol import MEMORY_FDS, TOKEN_BYTES, Attach, Lookup, Pin, Role, Submit
+from sidecar.protocol.codec import ProtocolError, decode_client
 from sidecar.sessions.namespaces import RealmLayout
 from sidecar.sessions.worker_memory import WorkerMemory
 from sidecar.transport.attach_socket import Connection

@@ -21,7 +21,8 @@ from typing import Final
 import anyio
 
 from sidecar.errors import AttachRefused
-from sidecar.protocol import FDS_PER_ATTACH_MAX, frame_stream, stream_length
+from sidecar.protocol import FDS_PER_ATTACH_MAX
+from sidecar.protocol.codec import frame_stream, stream_length
 from sidecar.transport.unix_listener import peer_of
 
 ATTACH_BYTES_MAX: Final = 1024 * 1024

@@ -6,17 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sidecar.protocol import (
-    Done,
-    JobOutcome,
-    Lookup,
-    LookupDone,
-    Outcome,
-    Release,
-    Submit,
-    decode_client,
-    encode,
-)
+from sidecar.protocol import Done, JobOutcome, Lookup, LookupDone, Outcome, Release, Submit
+from sidecar.protocol.codec import decode_client, encode
 from tests.connector.content import Block, entries_of
 from tests.connector.double import SALT, session_of
 from tests.connector.rank import Rank

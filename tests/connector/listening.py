@@ -18,7 +18,8 @@ from typing import Any
 
 import zmq
 
-from sidecar.protocol import Attach, Attached, decode_first, encode, frame_stream
+from sidecar.protocol import Attach, Attached
+from sidecar.protocol.codec import decode_first, encode, frame_stream
 from tests.connector.double import LIMITS, SALT
 from tiers.kv.index import IndexWriter
 

@@ -25,10 +25,8 @@ from sidecar.protocol import (
     Release,
     Role,
     ServerMessage,
-    decode_client,
-    encode,
-    frame_stream,
 )
+from sidecar.protocol.codec import decode_client, encode, frame_stream
 from tests import places
 from tests.connector.double import LIMITS, SALT
 from tests.connector.listening import WAIT_SECONDS_MAX, Sidecar, until

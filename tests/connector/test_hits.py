@@ -6,14 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from sidecar.protocol import (
-    Lease,
-    Limits,
-    Lookup,
-    Submit,
-    encode,
-    tenant_id,
-)
+from sidecar.protocol import Lease, Limits, Lookup, Submit, tenant_id
+from sidecar.protocol.codec import encode
 from tests.connector.configurations import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,

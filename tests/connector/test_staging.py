@@ -24,14 +24,8 @@ from connector.offloading.staging import (
     row_layout,
 )
 from connector.worker import WorkerRole
-from sidecar.protocol import (
-    Done,
-    JobOutcome,
-    Outcome,
-    Submit,
-    decode_client,
-    encode,
-)
+from sidecar.protocol import Done, JobOutcome, Outcome, Submit
+from sidecar.protocol.codec import decode_client, encode
 from tests.connector.double import LIMITS
 from tests.connector.workersession import WorkerSession
 from tiers.kv.layout import CONTENT_BYTES_MAX

@@ -13,15 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from connector.client import UncachedNotice
 from connector.vllm import KVLakeConnector
-from sidecar.protocol import (
-    DECLINE_REASONS,
-    DECLINED_CHARS_MAX,
-    Declined,
-    Refused,
-    Role,
-    encode,
-    frame_stream,
-)
+from sidecar.protocol import DECLINE_REASONS, DECLINED_CHARS_MAX, Declined, Refused, Role
+from sidecar.protocol.codec import encode, frame_stream
 from tests import places
 from tests.connector.configurations import kv_cache_config, request_of, spec_of, vllm_config
 from tests.connector.engine import Engine

@@ -21,9 +21,8 @@ from sidecar.protocol import (
     StoreChunk,
     StoreJob,
     Submit,
-    decode_client,
-    encode,
 )
+from sidecar.protocol.codec import decode_client, encode
 from tests.connector.double import LIMITS
 from tests.connector.workersession import WorkerSession
 from tiers.kv.fence import SidecarFence, WorkerFence

@@ -22,7 +22,7 @@ import anyio
 
 from sidecar import cli
 from sidecar.data.copies import CopyGroup, Memory
-from sidecar.protocol import decode_first
+from sidecar.protocol.codec import decode_first
 from sidecar.transport.attach_socket import Connection, close_fds
 from tests import places
 from tests.e2e.holds import LOAD, POLL_SECONDS, STORE, Holds, attach_as

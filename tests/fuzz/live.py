@@ -31,7 +31,8 @@ from typing import Final
 import zmq
 
 from sidecar import protocol
-from sidecar.protocol import Attached, Outcome, ProtocolError, Refused, Role
+from sidecar.protocol import Attached, Outcome, Refused, Role, codec
+from sidecar.protocol.codec import ProtocolError
 from tests.fuzz.mutation import damage, damage_message
 from tests.fuzz.targets import client_frames
 from tests.harness.sidecars import SidecarProcess
@@ -89,7 +90,7 @@ class Attacker:
 
     def _stream(self) -> None:
         """Bytes that are no frame, half a frame, a length and nothing behind it."""
-        frame = protocol.frame_stream(protocol.encode(attach_message(Role.SCHEDULER)))
+        frame = codec.frame_stream(codec.encode(attach_message(Role.SCHEDULER)))
         data = damage(frame, self._chooser)
         self._send(self._connect(), data[: self._chooser.randint(0, len(data))], [])
 
@@ -101,7 +102,7 @@ class Attacker:
         message = attach_message(
             role, layout, engine_id=f"hostile-{chooser.randrange(12)}", want_events=True
         )
-        payload = protocol.encode(message)
+        payload = codec.encode(message)
         if chooser.random() < 0.7:
             payload = damage_message(payload, chooser)
         good = layout is not None and chooser.random() < 0.6
@@ -117,7 +118,7 @@ class Attacker:
             os.pwrite(fds[1], chooser.randbytes(16), 0)
         sock = self._connect()
         try:
-            self._send(sock, protocol.frame_stream(payload), fds)
+            self._send(sock, codec.frame_stream(payload), fds)
         finally:
             for fd in fds:
                 os.close(fd)
@@ -141,7 +142,7 @@ class Attacker:
                 fds.frombytes(given)
                 for fd in fds:
                     os.close(fd)
-            reply = protocol.decode_attach_reply(data[4:])
+            reply = codec.decode_attach_reply(data[4:])
             if isinstance(reply, Refused):
                 self.refused += 1
             if isinstance(reply, Attached):
@@ -210,7 +211,7 @@ class Attacker:
         if chooser.random() < 0.5:
             with contextlib.suppress(zmq.ZMQError):
                 while True:
-                    protocol.decode_server(dealer.recv(zmq.NOBLOCK))
+                    codec.decode_server(dealer.recv(zmq.NOBLOCK))
 
     def _stranger(self) -> None:
         """Somebody with no session, or with a name that is not his."""

@@ -45,7 +45,6 @@ from sidecar.protocol import (
     LookupDone,
     Memory,
     Outcome,
-    ProtocolError,
     Refused,
     Release,
     RemovedEvent,
@@ -54,7 +53,9 @@ from sidecar.protocol import (
     StoredEvent,
     StoreJob,
     Submit,
+    codec,
 )
+from sidecar.protocol.codec import ProtocolError
 from sidecar.sessions.session import check_shape
 from tests.fuzz import catalog_targets
 from tests.fuzz.mutation import damage, damage_message
@@ -132,7 +133,7 @@ def client_frames(epoch: int = 1) -> list[bytes]:
         protocol.Pin(epoch, [KEY, KEY[::-1]], 1000),
         Release(epoch, [7], [1]),
     ]
-    return [protocol.encode(message) for message in messages]
+    return [codec.encode(message) for message in messages]
 
 
 def server_frames() -> list[bytes]:
@@ -144,7 +145,7 @@ def server_frames() -> list[bytes]:
         events,
         Error(1, "field", "no"),
     ]
-    return [protocol.encode(message) for message in messages]
+    return [codec.encode(message) for message in messages]
 
 
 def reply_frames() -> list[bytes]:
@@ -155,7 +156,7 @@ def reply_frames() -> list[bytes]:
         Refused("layout", "no"),
         IndexMoved(1, 8192),
     ]
-    return [protocol.encode(message) for message in messages]
+    return [codec.encode(message) for message in messages]
 
 
 def attach_frames() -> list[bytes]:
@@ -163,7 +164,7 @@ def attach_frames() -> list[bytes]:
     wide = _worker(Segment(0, 4, 0, 1000), 4_000, (0, 2**25, 2**26, 2**27), 3, 12_000)
     deep = _worker(Segment(0, 1, 0, 1), 16, (0,), 1 << 20, 1 << 30)
     tiny = _worker(Segment(0, 1, 0, 1), 1, (0,), 8, 8)
-    return [protocol.encode(message) for message in (WORKER, SCHEDULER, DECLINED, wide, deep, tiny)]
+    return [codec.encode(message) for message in (WORKER, SCHEDULER, DECLINED, wide, deep, tiny)]
 
 
 def _worker(
@@ -201,9 +202,9 @@ def _decoding(decode: Callable[[bytes], object]) -> Callable[[bytes], None]:
 
 def _feed_attach(data: bytes) -> None:
     """Everything that admission computes of an `Attach` before it asks who else is here."""
-    _decoding(protocol.decode_first)(data)
+    _decoding(codec.decode_first)(data)
     try:
-        attach = protocol.decode_first(data)
+        attach = codec.decode_first(data)
         if isinstance(attach, protocol.Declined):
             return
         check_shape(attach)
@@ -394,9 +395,9 @@ def _fence_seeds() -> list[bytes]:
 TARGETS: Final = {
     target.name: target
     for target in (
-        Target("client", _decoding(protocol.decode_client), client_frames, damage_message),
-        Target("server", _decoding(protocol.decode_server), server_frames, damage_message),
-        Target("reply", _decoding(protocol.decode_attach_reply), reply_frames, damage_message),
+        Target("client", _decoding(codec.decode_client), client_frames, damage_message),
+        Target("server", _decoding(codec.decode_server), server_frames, damage_message),
+        Target("reply", _decoding(codec.decode_attach_reply), reply_frames, damage_message),
         Target("attach", _feed_attach, attach_frames, damage_message),
         Target("image", _feed_image, _image_seeds, _damage_image),
         Target("slot", _feed_slot, _image_seeds, _damage_image),

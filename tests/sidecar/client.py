@@ -53,6 +53,7 @@ from sidecar.protocol import (
     StoreChunk,
     StoreJob,
     Submit,
+    codec,
 )
 from tests.offsets import offset_of
 from tiers.kv.fence import WorkerFence
@@ -148,7 +149,7 @@ class Client:
         try:
             self.unix.settimeout(WAIT_SECONDS_MAX)
             self.unix.connect(str(path))
-            payload = message if isinstance(message, bytes) else protocol.encode(message)
+            payload = message if isinstance(message, bytes) else codec.encode(message)
             self._send_attach(payload, fds)
             reply, self.fds = self.receive_unix()
             self.attached = accepted(reply)
@@ -163,7 +164,7 @@ class Client:
         self._kept: list[ServerMessage] = []
 
     def _send_attach(self, payload: bytes, fds: Sequence[int]) -> None:
-        frame = protocol.frame_stream(payload)
+        frame = codec.frame_stream(payload)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         sent = self.unix.sendmsg([frame], rights)
         # Not even an empty send after the whole frame: a refusal may have closed the other end.
@@ -174,8 +175,8 @@ class Client:
         """The next frame on the Unix socket, and its descriptors. `EOFError` at the end."""
         fds: list[int] = []
         header = self._exactly(4, fds)
-        frame = self._exactly(protocol.stream_length(header), fds)
-        return protocol.decode_attach_reply(frame), fds
+        frame = self._exactly(codec.stream_length(header), fds)
+        return codec.decode_attach_reply(frame), fds
 
     def _exactly(self, num_bytes: int, fds: list[int]) -> bytes:
         data = b""
@@ -200,7 +201,7 @@ class Client:
 
     def send(self, message: ClientMessage | bytes) -> None:
         """Send one message, or any bytes, as one frame."""
-        frame = message if isinstance(message, bytes) else protocol.encode(message)
+        frame = message if isinstance(message, bytes) else codec.encode(message)
         self.dealer.send(frame)
 
     def receive(self, seconds_max: float = WAIT_SECONDS_MAX) -> ServerMessage:
@@ -209,7 +210,7 @@ class Client:
             return self._kept.pop(0)
         if not self.dealer.poll(int(seconds_max * 1000)):
             raise TimeoutError(f"no message in {seconds_max} s")
-        return protocol.decode_server(self.dealer.recv())
+        return codec.decode_server(self.dealer.recv())
 
     def wait_for(self, wanted: Callable[[ServerMessage], bool]) -> ServerMessage:
         """The first message that is `wanted`; others are kept for later calls."""

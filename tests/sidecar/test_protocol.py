@@ -38,7 +38,6 @@ from sidecar.protocol import (
     Memory,
     Outcome,
     Pin,
-    ProtocolError,
     Refused,
     Release,
     RemovedEvent,
@@ -48,6 +47,9 @@ from sidecar.protocol import (
     StoredEvent,
     StoreJob,
     Submit,
+)
+from sidecar.protocol.codec import (
+    ProtocolError,
     decode_attach_reply,
     decode_client,
     decode_first,

@@ -15,10 +15,9 @@ import anyio.to_thread
 import msgspec
 import pytest
 
-from sidecar import protocol
 from sidecar.config.model import Config
 from sidecar.events.records import name_of
-from sidecar.protocol import Attached, Group, Outcome, Role, StoreJob
+from sidecar.protocol import Attached, Group, Outcome, Role, StoreJob, codec
 from tests import places
 from tests.mappings import sizes_of
 from tests.sidecar.client import (
@@ -112,11 +111,11 @@ def pass_by(sidecar: RunningSidecar, **changes: Any) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.settimeout(WAIT_SECONDS_MAX)
         client.connect(str(sidecar.path))
-        client.sendall(protocol.frame_stream(protocol.encode(message)))
+        client.sendall(codec.frame_stream(codec.encode(message)))
         data, fds, _, _ = socket.recv_fds(client, 1 << 16, 1)
         for fd in fds:
             socket.close(fd)
-        reply = protocol.decode_attach_reply(data[4:])
+        reply = codec.decode_attach_reply(data[4:])
         assert isinstance(reply, Attached), reply
         client.shutdown(socket.SHUT_WR)
         assert client.recv(1) == b""

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sidecar.core.commands import Gather, Scatter, Write
-from sidecar.protocol import Done, Outcome, ProtocolError, Role, decode_first, encode
+from sidecar.protocol import Done, Outcome, Role
+from sidecar.protocol.codec import ProtocolError, decode_first, encode
 from tests.sidecar.client import (
     RunningSidecar,
     Scheduler,

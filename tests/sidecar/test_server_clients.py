@@ -24,6 +24,7 @@ from sidecar.protocol import (
     Role,
     StoreJob,
     Submit,
+    codec,
 )
 from tests import places
 from tests.sidecar.client import (
@@ -53,12 +54,12 @@ def junk(worker: Worker) -> list[tuple[bytes, str]]:
         (b"", "malformed"),
         (msgspec.msgpack.encode({"type": "dance", "epoch": epoch}), "unknown_tag"),
         (msgspec.msgpack.encode({"type": "submit", "epoch": "now"}), "field"),
-        (protocol.encode(protocol.Lookup(epoch, 1, [], 5)), "role"),
-        (protocol.encode(Submit(epoch + 1, 0, [], [])), "epoch"),
-        (protocol.encode(Submit(epoch, 0, [], [StoreJob(1, [far])])), "field"),
-        (protocol.encode(Submit(epoch, 0, [], [StoreJob(1, [short])])), "field"),
-        (protocol.encode(Submit(epoch, 0, [], [StoreJob(1, [wide])])), "field"),
-        (protocol.encode(Submit(epoch, 0, [over], [])), "field"),
+        (codec.encode(protocol.Lookup(epoch, 1, [], 5)), "role"),
+        (codec.encode(Submit(epoch + 1, 0, [], [])), "epoch"),
+        (codec.encode(Submit(epoch, 0, [], [StoreJob(1, [far])])), "field"),
+        (codec.encode(Submit(epoch, 0, [], [StoreJob(1, [short])])), "field"),
+        (codec.encode(Submit(epoch, 0, [], [StoreJob(1, [wide])])), "field"),
+        (codec.encode(Submit(epoch, 0, [over], [])), "field"),
         (bytes(FRAME_BYTES_MAX + 1), "frame_too_large"),
     ]
 
@@ -80,7 +81,7 @@ def test_bad_frames_are_answered_and_disturb_nobody(sidecar: RunningSidecar) -> 
         dealer = stranger.socket(zmq.DEALER)
         dealer.setsockopt(zmq.LINGER, 1000)
         dealer.connect(sidecar.info.endpoint)
-        dealer.send(protocol.encode(Submit(bad.epoch, 0, [], [])))
+        dealer.send(codec.encode(Submit(bad.epoch, 0, [], [])))
         expected["unknown_peer"] = 1
         # Its connection is closed before any frame is read; ZMQ connects again and again.
         sidecar.wait_until(lambda now: set(now["sockets"]["frames_refused"]) == set(expected))
@@ -97,7 +98,7 @@ def test_burst_of_one_client_is_drained_whole_and_starves_nobody(
 ) -> None:
     places.patch(monkeypatch, "FRAMES_PER_TURN_MAX", 2)
     with Worker(sidecar.path) as noisy, Worker(sidecar.path, engine_id="quiet") as quiet:
-        empty = protocol.encode(Submit(noisy.epoch, 0, [], []))
+        empty = codec.encode(Submit(noisy.epoch, 0, [], []))
         for _ in range(500):
             noisy.send(empty)
         assert quiet.store(1, key_of("quiet"), [0]) is Outcome.OK

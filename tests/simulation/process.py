@@ -26,7 +26,7 @@ from sidecar.app import Server
 from sidecar.config.model import Config
 from sidecar.core.commands import Command, Event
 from sidecar.data.host_pool import open_pool
-from sidecar.protocol import decode_server
+from sidecar.protocol.codec import decode_server
 from sidecar.service.handshake import Handshakes
 from sidecar.service.store_stack import open_store
 from sidecar.transport.job_socket import JobSocket

@@ -14,17 +14,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 from connector.client import REPLY_SECONDS_MAX, Attempt, Client, SidecarSession
-from sidecar.protocol import (
-    Attached,
-    ClientMessage,
-    IndexMoved,
-    Refused,
-    Role,
-    ServerMessage,
-    decode_attach_reply,
-    decode_server,
-    encode,
-)
+from sidecar.protocol import Attached, ClientMessage, IndexMoved, Refused, Role, ServerMessage
+from sidecar.protocol.codec import decode_attach_reply, decode_server, encode
 from tests.simulation.clock import Violation, World
 from tiers.kv.index import IndexReader
 
