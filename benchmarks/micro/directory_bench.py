@@ -27,7 +27,7 @@ from tests.sidecar.catalog_rows import listed_rows
 from tiers.policy import POLICIES
 
 if TYPE_CHECKING:
-    from tiers.kv.layout import ChunkLayout
+    pass
 
 LIMITS = EngineLimits(
     writes_inflight_max=8,
@@ -49,14 +49,9 @@ LIMITS = EngineLimits(
 class NoSlots:
     """A pool that is never asked: the benchmark stores nothing."""
 
-    def slot_class(self, layout: ChunkLayout) -> int:
-        """One class for all."""
-        del layout
-        return 0
-
-    def allocate(self, class_id: int) -> int | None:
+    def allocate(self, slot_bytes: int) -> int | None:
         """Nothing."""
-        del class_id
+        del slot_bytes
         return None
 
     def set_tag(self, offset: int, tag: bytes) -> None:
@@ -78,11 +73,6 @@ class NoSlots:
         """One class for all."""
         del offset
         return 0
-
-    def slot_bytes(self, class_id: int) -> int:
-        """Any size."""
-        del class_id
-        return 4096
 
     @property
     def size_bytes(self) -> int:

@@ -25,7 +25,7 @@ from sidecar.core.breaker import BreakerRules
 from sidecar.core.commands import OpenedGroup, Restored, SessionOpened
 from sidecar.core.engine import Engine
 from sidecar.core.outbox import EngineLimits, WritePolicy
-from sidecar.data.host_pool import PoolSlots, open_pool
+from sidecar.data.host_pool import open_pool
 from sidecar.protocol import Role
 from tests.harness.sidecars import SidecarProcess
 from tiers.kv.layout import ChunkLayout, Segment
@@ -72,8 +72,7 @@ def fill(config: Config) -> int:
 
 def adopt(pool: HostPool, restored: tuple[RestoredSlot, ...]) -> int:
     """As when the engine attaches; how many chunks it finds."""
-    slots = PoolSlots(pool)
-    slots.register(LAYOUT, SlotTemplates(LAYOUT, DIGEST).slot_bytes)
+    slot_bytes = pool.register_class(SlotTemplates(LAYOUT, DIGEST).slot_bytes)
     limits = EngineLimits(
         writes_inflight_max=1,
         reads_inflight_max=1,
@@ -89,9 +88,10 @@ def adopt(pool: HostPool, restored: tuple[RestoredSlot, ...]) -> int:
         flush_at_end=False,
         store_reads=False,
     )
-    engine = Engine(slots, POLICIES["lru"](), limits, epoch=1)
+    engine = Engine(pool, POLICIES["lru"](), limits, epoch=1)
     engine.handle(Restored(restored), 0.0)
-    opened = SessionOpened(1, Role.WORKER, "engine", 0, 1, (OpenedGroup(0, LAYOUT, DIGEST),))
+    group = OpenedGroup(0, LAYOUT, DIGEST, slot_bytes)
+    opened = SessionOpened(1, Role.WORKER, "engine", 0, 1, (group,))
     return sum(type(one).__name__ == "IndexSet" for one in engine.handle(opened, 0.0))
 
 

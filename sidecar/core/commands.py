@@ -27,9 +27,11 @@ class OpenedGroup(msgspec.Struct, frozen=True):
     """One KV cache group of a client; `layout` is the chunk geometry of a worker's rank."""
 
     realm_id: int
-    layout: ChunkLayout | None
+    layout: ChunkLayout | None = None
     namespace: bytes = b""
     """Digest of the realm's namespace."""
+    slot_bytes: int = 0
+    """Size of the slots that hold a segment of that geometry, as the pool has registered it."""
 
 
 class SessionOpened(msgspec.Struct, frozen=True):

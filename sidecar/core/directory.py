@@ -232,8 +232,8 @@ class Realm:
         self.segment_sources = SegmentSources(world_size)
         self.layouts: list[ChunkLayout | None] = [None] * world_size
         """Geometry of each rank's segment, once a worker of that rank attached."""
-        self.slot_classes = [-1] * world_size
         self.slot_bytes = [0] * world_size
+        """Size of each rank's slots, which is also their class in the pool."""
         self.chunks: dict[bytes, Chunk] = {}
         self.stored = StoredChunks(world_size + FOREIGN_MAX)
         """Segments in the store."""

@@ -33,7 +33,6 @@ from sidecar.core.commands import (
     PendingWork,
     ReadDone,
     Received,
-    Reply,
     Restored,
     Resume,
     Resumed,
@@ -58,7 +57,6 @@ from sidecar.core.tenants import Tenants
 from sidecar.core.writes import Writes
 from sidecar.protocol import (
     ClientMessage,
-    Error,
     JobOutcome,
     Lease,
     Lookup,
@@ -135,7 +133,6 @@ class Engine:
 
         Raises:
             KeyError: a copy, read or write ended that was not running.
-            ValueError: a session that `refusal` refuses.
             IllegalTransition: a bug in the engine.
         """
         self.host.expire(now)
@@ -233,41 +230,15 @@ class Engine:
 
     # --- sessions ------------------------------------------------------------------------------
 
-    def refusal(self, event: SessionOpened) -> str | None:
-        """Why a session cannot be served; None if it can."""
-        if event.session_id in self.sessions:
-            return f"session_id={event.session_id} is already open"
-        rank, is_worker = event.segment_number, event.role is Role.WORKER
-        for group in event.groups:
-            if is_worker and group.layout is None:
-                return "layout=None: a worker must give its rank's chunk layout"
-            realm = self.directory.realms.get(group.realm_id)
-            if realm is None:
-                continue
-            if realm.world_size != event.num_segments:
-                return (
-                    f"world_size={event.world_size} with replicas={event.replicas} makes chunks of "
-                    f"{event.num_segments} segments, but those of the same topology have "
-                    f"{realm.world_size}; give different cuts different topology names"
-                )
-            known = realm.layouts[rank]
-            if is_worker and known is not None and known != group.layout:
-                return (
-                    f"layout of rank {event.rank} is {group.layout}, but an earlier worker of the "
-                    f"same namespace and topology had {known}; use one kvlake configuration for "
-                    "both"
-                )
-        return None
-
     def _open(self, event: SessionOpened) -> None:
-        reason = self.refusal(event)
-        if reason is not None:
-            raise ValueError(reason)
         for group in event.groups:
             realm = self.directory.open_realm(group.realm_id, event.num_segments)
+            assert realm.world_size == event.num_segments, "it is part of a realm's identity"
             rank = event.segment_number
             if group.layout is not None and realm.layouts[rank] is None:
-                self.host.register_layout(realm, rank, group.layout, group.namespace)
+                self.host.register_layout(
+                    realm, rank, group.layout, group.namespace, group.slot_bytes
+                )
         if event.role is Role.SCHEDULER:
             self.leases.forget_early((event.realm_id, event.engine_id))
             if event.want_events:
@@ -291,10 +262,6 @@ class Engine:
 
     def _receive(self, session: SessionOpened, message: ClientMessage, now: float) -> None:
         session_id, realms = session.session_id, self._realms_of(session)
-        if isinstance(message, Submit) is not (session.role is Role.WORKER):
-            text = f"{type(message).__name__} is not for a {session.role} session to send"
-            self._outbox.emit(Reply(session_id, Error(self._epoch, "role", text)))
-            return
         match message:
             case Submit():
                 self._submit(session, realms, message, now)

@@ -82,17 +82,16 @@ class HostTier:
         """Slots to adopt, by realm and rank."""
 
     def register_layout(
-        self, realm: Realm, rank: int, layout: ChunkLayout, namespace: bytes
+        self, realm: Realm, rank: int, layout: ChunkLayout, namespace: bytes, slot_bytes: int
     ) -> None:
-        """Set the geometry of a rank. `Engine.refusal` excludes a second, different one.
+        """Set the geometry of a rank, once, and the size of its slots.
 
         The slots that this rank stored in an earlier run become segments with `adopt`.
         """
         realm.layouts[rank] = layout
         realm.segment_sources.register(rank, layout.segment)
-        realm.slot_classes[rank] = self.slots.slot_class(layout)
-        realm.slot_bytes[rank] = self.slots.slot_bytes(realm.slot_classes[rank])
-        slots = self.restored_slots.matching(namespace, layout, realm.slot_classes[rank])
+        realm.slot_bytes[rank] = slot_bytes
+        slots = self.restored_slots.matching(namespace, layout, slot_bytes)
         history: list[_Moment] = [(one.sealed, False, one) for one in slots]
         history += [(one.used, True, one) for one in slots if one.used > one.sealed]
         history.sort(key=lambda moment: moment[:2])
@@ -302,7 +301,7 @@ class HostTier:
     def clear(self) -> None:
         """Evict every chunk that may be evicted, and free all unclaimed slots."""
         self.adoptions.clear()
-        while (slot := self.restored_slots.give_up(-1)) is not None:
+        while (slot := self.restored_slots.give_up(0)) is not None:
             self._free_unclaimed(slot)
         for realm in self._directory.realms.values():
             self.evict_realm(realm, len(realm.chunks))
@@ -324,17 +323,17 @@ class HostTier:
         return fits
 
     def _allocate(self, segment: HostSegment) -> int | None:
-        class_id = segment.chunk.realm.slot_classes[segment.rank]
-        slot = self.slots.allocate(class_id)
+        slot_bytes = segment.slot_bytes
+        slot = self.slots.allocate(slot_bytes)
         # Unclaimed slots go first, even several for one.
         for _ in range(EVICTIONS_PER_SLOT_MAX):
-            unclaimed = self.restored_slots.give_up(class_id) if slot is None else None
+            unclaimed = self.restored_slots.give_up(slot_bytes) if slot is None else None
             if unclaimed is None:
                 break
             self._free_unclaimed(unclaimed)
-            slot = self.slots.allocate(class_id)
-        # A victim of the same class frees exactly what is needed, so it is the first choice.
-        victim = self._victim(class_id=class_id) if slot is None else None
+            slot = self.slots.allocate(slot_bytes)
+        # A victim of the same size frees exactly what is needed, so it is the first choice.
+        victim = self._victim(slot_bytes=slot_bytes) if slot is None else None
         for _ in range(EVICTIONS_PER_SLOT_MAX):
             if slot is not None:
                 break
@@ -343,22 +342,22 @@ class HostTier:
                 return None
             self._evict(victim)
             victim = None
-            slot = self.slots.allocate(class_id)
+            slot = self.slots.allocate(slot_bytes)
         if slot is not None:
             assert slot not in self.allocated, f"slot {slot} was given out twice"
             self.allocated.add(slot)
         return slot
 
-    def _victim(self, order: Policy | None = None, class_id: int | None = None) -> Chunk | None:
-        """The first chunk of an order that may be evicted, with a slot of a class if given."""
+    def _victim(self, order: Policy | None = None, slot_bytes: int | None = None) -> Chunk | None:
+        """The first chunk of an order that may be evicted, with a slot of a size if given."""
         for chunk in islice(self.victims(order), VICTIMS_SCANNED_MAX):
-            if chunk.pins == 0 and not chunk.busy and self._has_slot_of(chunk, class_id):
+            if chunk.pins == 0 and not chunk.busy and self._has_slot_of(chunk, slot_bytes):
                 return chunk
         return None
 
-    def _has_slot_of(self, chunk: Chunk, class_id: int | None) -> bool:
-        return class_id is None or any(
-            segment.state is SegmentState.HOST and self.slots.class_of(segment.slot) == class_id
+    def _has_slot_of(self, chunk: Chunk, slot_bytes: int | None) -> bool:
+        return slot_bytes is None or any(
+            segment.state is SegmentState.HOST and self.slots.class_of(segment.slot) == slot_bytes
             for segment in chunk.segments
         )
 

@@ -2,7 +2,7 @@
 
 A restored slot stays here until a worker attaches whose namespace and geometry it has, or until its
 memory is needed. Owns these slots, and the interface to the host pool (`SlotAllocator`, implemented
-by `sidecar/data/host_pool.py`). Does not own the slots of chunks (`host_tier.py`).
+by `tiers/pool/host_pool.py`). Does not own the slots of chunks (`host_tier.py`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from tiers.kv.layout import ChunkLayout
 
 
 class SlotAllocator(Protocol):
-    """What the engine needs of the host pool. Slots are named by their byte offset."""
+    """What the engine needs of the host pool.
 
-    def slot_class(self, layout: ChunkLayout) -> int:
-        """The class of slots that hold one segment of this geometry."""
-        ...
+    Slots are named by their byte offset, and a class of slots by their size in bytes. The pool has
+    accepted each size before the engine hears of it.
+    """
 
     def allocate(self, slot_bytes: int) -> int | None:
-        """Allocate a slot; None if none is free."""
+        """Allocate a slot of this class; None if none is free."""
         ...
 
     def set_tag(self, offset: int, tag: bytes) -> None:
@@ -48,10 +48,6 @@ class SlotAllocator(Protocol):
 
     def class_of(self, offset: int) -> int:
         """The class of an allocated slot."""
-        ...
-
-    def slot_bytes(self, class_id: int) -> int:
-        """Size of the slots of a class."""
         ...
 
     @property
@@ -89,14 +85,16 @@ class RestoredSlots:
         """Add all slots, once."""
         assert not self._by_offset, "called twice"
         for one in sorted(restored, key=lambda one: one.used):
-            class_id = self._slots.class_of(one.slot)
+            slot_bytes = self._slots.class_of(one.slot)
             self._by_kind[one.namespace, one.geometry][one.slot] = one
-            self._by_class[class_id][one.slot] = one
-            self.num_bytes += self._slots.slot_bytes(class_id)
+            self._by_class[slot_bytes][one.slot] = one
+            self.num_bytes += slot_bytes
         for slot in sorted(one.slot for one in restored):
             self._by_offset[slot] = self._slots.class_of(slot)
 
-    def matching(self, namespace: bytes, layout: ChunkLayout, class_id: int) -> list[RestoredSlot]:
+    def matching(
+        self, namespace: bytes, layout: ChunkLayout, slot_bytes: int
+    ) -> list[RestoredSlot]:
         """Slots of this namespace and geometry, stored with the same chunk size.
 
         The class implies the chunk size, because a slot always has the size of a full chunk. Keys
@@ -105,24 +103,24 @@ class RestoredSlots:
         return [
             one
             for one in self._by_kind.get((namespace, layout.geometry), {}).values()
-            if one.num_blocks <= layout.blocks_per_chunk and self._by_offset[one.slot] == class_id
+            if one.num_blocks <= layout.blocks_per_chunk and self._by_offset[one.slot] == slot_bytes
         ]
 
     def claim(self, restored: RestoredSlot) -> None:
         """Remove a slot."""
-        class_id = self._by_offset.pop(restored.slot)
-        self.num_bytes -= self._slots.slot_bytes(class_id)
-        del self._by_class[class_id][restored.slot]
+        slot_bytes = self._by_offset.pop(restored.slot)
+        self.num_bytes -= slot_bytes
+        del self._by_class[slot_bytes][restored.slot]
         del self._by_kind[restored.namespace, restored.geometry][restored.slot]
 
-    def give_up(self, class_id: int) -> int | None:
-        """Remove a slot to make room for one of `class_id`; None if there is none.
+    def give_up(self, slot_bytes: int) -> int | None:
+        """Remove a slot to make room for one of `slot_bytes`; None if there is none.
 
         The least recently used of the class; else the first in the pool, because a slab of another
         class is of use only when it is entirely free.
         """
         if not self._by_offset:
             return None
-        slot = next(iter(self._by_class.get(class_id, ())), next(iter(self._by_offset)))
+        slot = next(iter(self._by_class.get(slot_bytes, ())), next(iter(self._by_offset)))
         self.claim(self._by_class[self._by_offset[slot]][slot])
         return slot

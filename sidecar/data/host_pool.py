@@ -1,9 +1,8 @@
 """Host memory as this sidecar's file: opened, scanned, mapped ahead, kept or removed.
 
-Owns how the pool's lifetime is tied to the process, the log lines about it, the images in slots
-that an earlier process sealed, and the map from a rank's chunk geometry to the pool's slot class.
-Does not own slots and the file (`tiers/pool/host_pool.py`), or what becomes of what it held
-(`core/engine.py`).
+Owns how the pool's lifetime is tied to the process, the log lines about it, and the images in slots
+that an earlier process sealed. Does not own slots and the file (`tiers/pool/host_pool.py`), or what
+becomes of what it held (`core/engine.py`).
 
 Slots of an earlier process are checked as foreign bytes: header and footer must equal, byte for
 byte, what the slot's own descriptor makes of them, and the row must match its hash. Payloads are
@@ -21,7 +20,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Collection, Generator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Final
 
@@ -37,7 +36,6 @@ from sidecar.logs import fields
 from tiers.errors import ChunkCorrupt, PoolError
 from tiers.kv.arrow_file import PAGE_BYTES, Descriptor, find_descriptor
 from tiers.kv.copy import Bytes
-from tiers.kv.layout import ChunkLayout
 from tiers.kv.slot_image import SlotTemplate, claimed_template
 from tiers.pool.file import check_pool
 from tiers.pool.host_pool import POPULATE_BYTES_PER_CALL, HostPool
@@ -217,50 +215,3 @@ async def map_ahead(pool: HostPool) -> None:
             await run_to_end(functools.partial(pool.populate, start), limiter)
     except OSError as error:
         _logger.warning("host memory is not mapped ahead", extra=fields(reason=error))
-
-
-class PoolSlots:
-    """The engine's `SlotAllocator` over a `HostPool`: slots by chunk geometry instead of by size.
-
-    A geometry is registered, and the pool has accepted its slot size, before the engine hears of
-    it. All but the slot class of a geometry is the pool's own.
-    """
-
-    def __init__(self, pool: HostPool) -> None:
-        self._pool = pool
-        self._classes: dict[ChunkLayout, int] = {}
-        self.allocate = pool.allocate
-        self.set_tag = pool.set_tag
-        self.seal = pool.seal
-        self.unseal = pool.unseal
-        self.touch = pool.touch
-        self.free = pool.free
-        self.class_of = pool.class_of
-
-    def register(self, layout: ChunkLayout, slot_bytes: int) -> None:
-        """Register the slot size of a geometry. Raises `PoolError` where no slot of it fits."""
-        if layout not in self._classes:
-            self._classes[layout] = self._pool.register_class(slot_bytes)
-
-    def keep(self, layouts: Collection[ChunkLayout]) -> None:
-        """Forget all other geometries, and slot sizes without a slot in use."""
-        for layout in [layout for layout in self._classes if layout not in layouts]:
-            del self._classes[layout]
-        self._pool.keep_classes(set(self._classes.values()))
-
-    def slot_class(self, layout: ChunkLayout) -> int:
-        """See `SlotAllocator.slot_class`."""
-        return self._classes[layout]
-
-    def slot_bytes(self, class_id: int) -> int:
-        """The class itself: the pool names its classes by the size of their slots."""
-        return class_id
-
-    @property
-    def size_bytes(self) -> int:
-        """See `SlotAllocator.size_bytes`."""
-        return self._pool.size_bytes
-
-    def free_bytes(self) -> int:
-        """See `SlotAllocator.free_bytes`."""
-        return self._pool.stats().free_bytes

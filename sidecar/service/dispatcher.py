@@ -36,7 +36,6 @@ from sidecar.core.stored_table import Keys
 from sidecar.core.tenants import Tenants
 from sidecar.data.copies import Copies
 from sidecar.data.executor import Executor
-from sidecar.data.host_pool import PoolSlots
 from sidecar.events.publisher import EventStream
 from sidecar.events.sockets import EventSockets
 from sidecar.logs import fields
@@ -104,9 +103,8 @@ class Dispatcher:
         self.realms = Realms(config.limits.realms_max)
         self.sessions = Sessions(config.limits.sessions_max)
         self.uncached = UncachedEngines(config.limits.sessions_max)
-        self.slots = PoolSlots(pool)
         self.engine = Engine(
-            self.slots,
+            pool,
             POLICIES[config.host.policy](),
             _engine_limits(config),
             epoch=epoch,
@@ -305,10 +303,10 @@ class Dispatcher:
         """Shared memory of all indexes in bytes, including those that are being filled."""
         return self.realms.index_bytes + self.executor.indexes.growing_bytes
 
-    def forget_layouts(self) -> None:
-        """Drop slot geometries that no realm has."""
-        realms = self.realms.all()
-        self.slots.keep({rank.layout for realm in realms for rank in realm.ranks.values()})
+    def forget_slot_sizes(self) -> None:
+        """Drop slot sizes that no realm has."""
+        ranks = (rank for realm in self.realms.all() for rank in realm.ranks.values())
+        self.pool.keep_classes({rank.templates.slot_bytes for rank in ranks})
 
     # --- messages --------------------------------------------------------------------------
 

@@ -285,15 +285,14 @@ class Handshakes:
         try:
             for realm, part in zip(realms, parts, strict=True):
                 if part.layout is not None:
-                    layout = part.layout.chunk(part.blocks_per_chunk)
-                    realm.register(number, layout)
-                    dispatcher.slots.register(layout, realm.ranks[number].templates.slot_bytes)
+                    realm.register(number, part.layout.chunk(part.blocks_per_chunk))
+                    dispatcher.pool.register_class(realm.ranks[number].templates.slot_bytes)
         except BaseException:
             for realm in new:
                 realm.ranks.pop(number, None)
             # Refused clients must not use up the limit of realms.
             dispatcher.realms.forget(realm for realm in realms if realm not in known)
-            dispatcher.forget_layouts()
+            dispatcher.forget_slot_sizes()
             raise
         if dispatcher.store is not None:
             for realm in new:

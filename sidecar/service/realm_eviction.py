@@ -104,7 +104,7 @@ class RealmEviction:
             if chunks:
                 await anyio.lowlevel.checkpoint()
         dispatcher.realms.forget(unit)
-        dispatcher.forget_layouts()
+        dispatcher.forget_slot_sizes()
         dispatcher.realms.forgotten += len(unit)
         for realm in unit:
             others = dispatcher.realms.all()

@@ -52,20 +52,21 @@ class Session:
     def opened_event(self) -> SessionOpened:
         """The event that announces this session to the engine."""
         attach = self.attach
+        groups: list[OpenedGroup] = []
+        for realm in self.realms:
+            if attach.role is Role.SCHEDULER:
+                groups.append(OpenedGroup(realm.realm_id))
+            else:
+                own = realm.ranks[attach.segment_number]
+                digest, slot_bytes = realm.namespace_digest, own.templates.slot_bytes
+                groups.append(OpenedGroup(realm.realm_id, own.layout, digest, slot_bytes))
         return SessionOpened(
             session_id=self.session_id,
             role=attach.role,
             engine_id=attach.engine_id,
             rank=attach.rank,
             world_size=attach.world_size,
-            groups=tuple(
-                OpenedGroup(
-                    realm.realm_id,
-                    None if part.layout is None else part.layout.chunk(part.blocks_per_chunk),
-                    realm.namespace_digest,
-                )
-                for realm, part in zip(self.realms, self.parts, strict=True)
-            ),
+            groups=tuple(groups),
             want_events=attach.want_events,
             replicas=attach.replicas,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sidecar.core.commands import Received
+from sidecar.core.commands import OpenedGroup, Received
 from sidecar.protocol import Release
 from tiers.kv.layout import ChunkLayout, Segment
 
@@ -60,3 +60,14 @@ def layout(rank: int, *, content_bytes: int = 8) -> ChunkLayout:
     return ChunkLayout(
         Segment(0, 2, rank, 1), BLOCKS_PER_CHUNK, BLOCK_TOKENS, content_bytes, "bfloat16", "plain"
     )
+
+
+def slot_bytes_of(geometry: ChunkLayout) -> int:
+    """The size of slots of this geometry in the pool of these tests."""
+    return geometry.payload_bytes(geometry.blocks_per_chunk)
+
+
+def opened_group(realm_id: int, geometry: ChunkLayout | None, namespace: bytes) -> OpenedGroup:
+    """A group of a client; only workers have a geometry."""
+    slot_bytes = 0 if geometry is None else slot_bytes_of(geometry)
+    return OpenedGroup(realm_id, geometry, namespace, slot_bytes)

@@ -17,7 +17,6 @@ from sidecar.core.commands import (
     ForgetRealms,
     Gather,
     Listed,
-    OpenedGroup,
     ReadDone,
     Received,
     Restored,
@@ -53,6 +52,7 @@ from tests.sidecar.engine_names import (
     key,
     layout,
     namespace_of,
+    opened_group,
     release,
 )
 from tests.sidecar.engine_watch import Watched
@@ -103,8 +103,8 @@ class World(Watched):
             rank,
             world_size,
             (
-                OpenedGroup(realm_id, own_layout, namespace_of(realm_id)),
-                *(OpenedGroup(one, other_layout, namespace_of(one)) for one in other_realms),
+                opened_group(realm_id, own_layout, namespace_of(realm_id)),
+                *(opened_group(one, other_layout, namespace_of(one)) for one in other_realms),
             ),
             want_events=want_events,
             replicas=replicas,

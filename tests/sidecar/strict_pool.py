@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from tiers.kv.layout import ChunkLayout
-
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
 
@@ -23,23 +21,18 @@ class SlabSlots:
         """Slot to when it was sealed and when it was used last."""
         self.tags: dict[int, bytes] = {}
         self._moment = 0
-        self._classes: list[int] = []
+        self._classes: set[int] = set()
 
-    def slot_class(self, layout: ChunkLayout) -> int:
-        size_bytes = layout.payload_bytes(layout.blocks_per_chunk)
-        if size_bytes not in self._classes:
-            self._classes.append(size_bytes)
-        return self._classes.index(size_bytes)
-
-    def allocate(self, class_id: int) -> int | None:
-        assert 0 <= class_id < len(self._classes)
-        for wanted in (class_id, None):
+    def allocate(self, slot_bytes: int) -> int | None:
+        assert slot_bytes > 0, "the size of a rank that is not known"
+        self._classes.add(slot_bytes)
+        for wanted in (slot_bytes, None):
             for slab, slab_class in enumerate(self.slab_class):
                 if slab_class != wanted:
                     continue
                 for slot in range(slab * self.slab_slots, (slab + 1) * self.slab_slots):
                     if slot not in self.used:
-                        self.slab_class[slab] = class_id
+                        self.slab_class[slab] = slot_bytes
                         self.used.add(slot)
                         return slot
         return None
@@ -80,10 +73,6 @@ class SlabSlots:
         slab_class = self.slab_class[offset // self.slab_slots]
         assert slab_class is not None
         return slab_class
-
-    def slot_bytes(self, class_id: int) -> int:
-        assert class_id >= 0, "the class of a rank that is not known"
-        return self._classes[class_id]
 
     @property
     def size_bytes(self) -> int:

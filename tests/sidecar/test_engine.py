@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from sidecar.core.commands import (
@@ -11,22 +9,19 @@ from sidecar.core.commands import (
     Draining,
     Gather,
     IndexSet,
-    OpenedGroup,
     Received,
     SessionClosed,
-    SessionOpened,
     StoreOutcome,
     Tick,
     Written,
 )
 from sidecar.protocol import (
-    Error,
     Lookup,
     Outcome,
     Role,
 )
 from tests.sidecar.engine_answers import answer, done, messages, only
-from tests.sidecar.engine_names import EPOCH, RANK_0, key, layout, release
+from tests.sidecar.engine_names import EPOCH, RANK_0, key, release
 from tests.sidecar.worlds import looking, make_world, no_writes
 
 
@@ -47,46 +42,6 @@ def test_events_of_unknown_sessions_are_counted() -> None:
     world.send(release(99, (1,), (1,)))
     world.send(SessionClosed(99))
     assert world.engine.counters.stale_messages == 5
-
-
-def test_a_message_of_the_wrong_role_is_refused() -> None:
-    world = make_world()
-    worker, scheduler = world.open(Role.WORKER), world.open(Role.SCHEDULER)
-    for commands, session in (
-        (world.store(scheduler, 1, [1]), scheduler),
-        (world.look_up(worker, 1, [1]), worker),
-        (world.lease(worker, 1, [1]), worker),
-        (world.send(release(worker, (1,))), worker),
-    ):
-        [message] = messages(commands, session)
-        assert isinstance(message, Error)
-        assert message.code == "role"
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"session_id": 1}, "already open"),
-        ({"groups": (OpenedGroup(0, None),)}, "layout=None"),
-        ({"world_size": 2}, "world_size=2"),
-        ({"groups": (OpenedGroup(0, layout(0, content_bytes=16)),)}, "layout of rank 0"),
-    ],
-)
-def test_a_contradicting_session_is_refused(change: dict[str, Any], text: str) -> None:
-    world = make_world()
-    world.open(Role.WORKER)
-    values: dict[str, Any] = {
-        "session_id": 2,
-        "role": Role.WORKER,
-        "engine_id": "a",
-        "rank": 0,
-        "world_size": 1,
-        "groups": (OpenedGroup(0, layout(0)),),
-    }
-    event = SessionOpened(**(values | change))
-    assert text in (world.engine.refusal(event) or "")
-    with pytest.raises(ValueError, match=text.split("=", maxsplit=1)[0]):
-        world.engine.handle(event, 0.0)
 
 
 def test_events_reach_only_subscribers_of_the_realm() -> None:

@@ -15,7 +15,7 @@ from sidecar.core.commands import (
 from sidecar.core.outbox import WritePolicy
 from sidecar.protocol import Outcome, Role
 from tests.sidecar.engine_answers import answer, messages, only
-from tests.sidecar.engine_names import RANK_0, key
+from tests.sidecar.engine_names import RANK_0, key, layout, slot_bytes_of
 from tests.sidecar.engine_world import World
 from tests.sidecar.worlds import make_world, no_writes
 from tiers.policy.lru import LruPolicy
@@ -48,7 +48,7 @@ def test_a_realm_goes_with_its_chunks_a_few_at_a_time() -> None:
     world = no_writes(slabs=80)
     world.stored(world.open(Role.WORKER), 1, range(1, 71))
     leave(world)
-    assert world.engine.forgetting_cost([0]).host_bytes == 70 * world.slots.slot_bytes(0)
+    assert world.engine.forgetting_cost([0]).host_bytes == 70 * slot_bytes_of(layout(0))
     left: list[int] = []
     while not world.forget_realms(0):
         left.append(len(world.in_host()))

@@ -151,12 +151,6 @@ def test_before_a_worker_has_attached_there_is_nothing_to_pin() -> None:
     assert world.engine.counters.pins_refused == 2
 
 
-def test_a_worker_pins_nothing() -> None:
-    world, worker, _ = keeping()
-    (error,) = messages(world.pin(worker, [1], 10), worker)
-    assert "is not for a worker session" in error.message  # type: ignore[union-attr]
-
-
 def test_a_corrupt_chunk_goes_all_the_same() -> None:
     world, worker, scheduler = keeping()
     world.stored(worker, 1, [1])

@@ -13,7 +13,6 @@ from sidecar.core.commands import (
     CaughtUp,
     Command,
     Draining,
-    OpenedGroup,
     Restored,
     RestoredSlot,
     Scatter,
@@ -30,7 +29,16 @@ from sidecar.core.writes import WRITE_TRIES_MAX
 from sidecar.protocol import Events, Outcome, RemovedEvent, Role, StoredEvent
 from tests.engine_invariants import check
 from tests.sidecar.engine_answers import done, messages, only
-from tests.sidecar.engine_names import ALL_RANKS, BLOCK_TOKENS, EPOCH, RANK_0, key, layout
+from tests.sidecar.engine_names import (
+    ALL_RANKS,
+    BLOCK_TOKENS,
+    EPOCH,
+    RANK_0,
+    key,
+    layout,
+    opened_group,
+    slot_bytes_of,
+)
 from tests.sidecar.engine_world import World
 from tests.sidecar.strict_pool import SlabSlots, StrictLRU
 from tests.sidecar.worlds import limits, make_world, no_writes
@@ -66,7 +74,7 @@ def test_chunks_come_back_with_their_worker() -> None:
     world.restart(StrictLRU())
     host, directory = world.engine.host, world.engine.directory
     assert (len(host.restored_slots), directory.chunks_in_host, world.index) == (3, 0, {})
-    assert host.restored_slots.num_bytes == 3 * world.slots.slot_bytes(0)
+    assert host.restored_slots.num_bytes == 3 * slot_bytes_of(layout(0))
 
     scheduler = world.open(Role.SCHEDULER, want_events=True)
     assert world.index == {}, "only a worker knows the geometry"
@@ -163,7 +171,7 @@ def test_tenants_come_back_and_keep_to_their_limits() -> None:
     worker = world.open(Role.WORKER)
     world.stored(worker, 1, [1, 2, 3], tenant=TENANT)
     world.stored(worker, 2, [7])
-    slot_bytes = world.slots.slot_bytes(0)
+    slot_bytes = slot_bytes_of(layout(0))
     world.restart(StrictLRU())
     world.open(Role.WORKER)
     held = {one.tenant: one.host_bytes for one in world.engine.tenants}
@@ -192,7 +200,8 @@ def opened(world: World, **changes: Any) -> None:
         for name in ("blocks_per_chunk", "block_tokens", "dtype", "encoding"):
             if name in changes:
                 layout = msgspec.structs.replace(group.layout, **{name: changes[name]})
-                group = msgspec.structs.replace(group, layout=layout)
+                size = slot_bytes_of(layout)
+                group = msgspec.structs.replace(group, layout=layout, slot_bytes=size)
         group = msgspec.structs.replace(group, namespace=changes.get("namespace", group.namespace))
         event = msgspec.structs.replace(event, groups=(group,))
         return send(event, now)
@@ -237,10 +246,9 @@ def test_tail_is_not_taken_by_a_realm_of_another_chunk_size() -> None:
 def test_realms_with_the_same_segments_share_what_there_is() -> None:
     """Two cuts of one model: a slot goes to the first who lacks it, a second one stays for more."""
     slots = SlabSlots(8, 1)
-    class_id = slots.slot_class(layout(0))
     found: list[RestoredSlot] = []
     for moment, number in enumerate((1, 2, 2, 3), start=1):
-        slot = slots.allocate(class_id)
+        slot = slots.allocate(slot_bytes_of(layout(0)))
         assert slot is not None
         slots.seal(slot)
         found.append(
@@ -252,7 +260,7 @@ def test_realms_with_the_same_segments_share_what_there_is() -> None:
     engine.handle(Restored(tuple(found)), 0.0)
     for realm_id, chunks in ((0, 3), (1, 1), (2, 0)):
         event = SessionOpened(
-            realm_id, Role.WORKER, "a", 0, 1, (OpenedGroup(realm_id, layout(0), b"same"),)
+            realm_id, Role.WORKER, "a", 0, 1, (opened_group(realm_id, layout(0), b"same"),)
         )
         engine.handle(event, 0.0)
         check(engine)

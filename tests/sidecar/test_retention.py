@@ -16,7 +16,7 @@ from sidecar.core.retention import Expiries, Retention, read_tag, slot_tag
 from sidecar.core.tenants import Quota, TenantRules, Tenants
 from sidecar.protocol import Events, Outcome, RemovedEvent, Role
 from tests.sidecar.engine_answers import done, messages, only
-from tests.sidecar.engine_names import EPOCH, key
+from tests.sidecar.engine_names import EPOCH, key, layout, slot_bytes_of
 from tests.sidecar.engine_world import World
 from tests.sidecar.strict_pool import StrictLRU
 from tests.sidecar.worlds import make_world, no_writes
@@ -175,7 +175,7 @@ def test_a_tenant_keeps_its_slot_over_a_restart() -> None:
     tenants = Tenants(rules)
     world.restart(StrictLRU(), tenants)
     world.open(Role.WORKER)
-    assert tenants.account(TENANT).host_bytes == world.slots.slot_bytes(0)
+    assert tenants.account(TENANT).host_bytes == slot_bytes_of(layout(0))
 
 
 # --- the store -----------------------------------------------------------------------------------

@@ -93,6 +93,21 @@ def test_bad_frames_are_answered_and_disturb_nobody(sidecar: RunningSidecar) -> 
         assert bad.store(1, key_of("after all"), [0]) is Outcome.OK, "the session goes on"
 
 
+def test_a_message_of_the_other_role_is_refused(sidecar: RunningSidecar) -> None:
+    with Worker(sidecar.path) as worker, Scheduler(sidecar.path) as scheduler:
+        epoch, keys = worker.epoch, [key_of("x")]
+        for message in (
+            Lookup(epoch, 1, keys, 5),
+            protocol.Lease(epoch, 1, keys),
+            protocol.Pin(epoch, keys, 5),
+            protocol.Release(epoch, [1], []),
+        ):
+            worker.send(message)
+            assert worker.error().code == "role"
+        scheduler.send(Submit(epoch, 0, [], []))
+        assert scheduler.error().code == "role"
+
+
 def test_burst_of_one_client_is_drained_whole_and_starves_nobody(
     sidecar: RunningSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,7 +87,7 @@ class Checks:
         engine, executor, slots = (
             process.dispatcher.engine,
             process.dispatcher.executor,
-            process.dispatcher.slots,
+            process.pool,
         )
         handle, execute = engine.handle, executor.execute
         allocate, free = slots.allocate, slots.free
@@ -109,8 +109,8 @@ class Checks:
             if commands:
                 self.balance.index_is_true(process)
 
-        def allocated(class_id: int) -> int | None:
-            offset = allocate(class_id)
+        def allocated(slot_bytes: int) -> int | None:
+            offset = allocate(slot_bytes)
             self.balance.allocated(offset)
             return offset
 

@@ -114,11 +114,11 @@ def test_every_page_can_be_a_slot(path: Path) -> None:
 @pytest.mark.parametrize("slot_pages", [1, 3])
 def test_what_is_free_is_what_can_still_be_allocated(path: Path, slot_pages: int) -> None:
     pool = HostPool.open(path, 48 * PAGE)
-    assert pool.stats().free_bytes == 48 * PAGE
+    assert pool.free_bytes() == 48 * PAGE
     class_id = pool.register_class(slot_pages * PAGE)
     for left in reversed(range(48 // slot_pages)):
         assert pool.allocate(class_id) is not None
-        assert pool.stats().free_bytes == left * slot_pages * PAGE
+        assert pool.free_bytes() == left * slot_pages * PAGE
     pool.close()
 
 

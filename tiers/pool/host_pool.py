@@ -285,6 +285,10 @@ class HostPool:
         used_bytes = sum(one.slot_bytes * one.slots_used for one in classes)
         return PoolStats(self.size_bytes, used_bytes, self._slab_bytes, classes)
 
+    def free_bytes(self) -> int:
+        """Bytes in no allocated slot. The end of a free range may be too short for a slot."""
+        return self.size_bytes - self.stats().used_bytes
+
     def populate(self, start: int) -> None:
         """Map the pages of POPULATE_BYTES_PER_CALL bytes from `start`, without the GIL.
 

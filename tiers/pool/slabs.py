@@ -32,11 +32,6 @@ class PoolStats:
     slab_bytes: int
     classes: tuple[ClassStats, ...]
 
-    @property
-    def free_bytes(self) -> int:
-        """Bytes in no allocated slot. The end of a free range may be too short for a slot."""
-        return self.size_bytes - self.used_bytes
-
 
 @dataclass(slots=True, eq=False)
 class Slab:
