@@ -44,8 +44,8 @@ from sidecar.service.start_checks import shortages
 from sidecar.service.store_stack import WrapStore, open_store
 from sidecar.service.systemd import Notifier
 from sidecar.service.watchdog import SelfChecks, Watchdog
-from sidecar.transport.job_socket import JobSocket
-from sidecar.transport.unix_listener import UnixListener
+from sidecar.transport.unix_socket import UnixListener
+from sidecar.transport.zmtp_server import JobSocket
 from tiers.errors import TierError
 from tiers.pool.host_pool import HostPool
 from tiers.redaction import conceal

@@ -45,8 +45,7 @@ from sidecar.service.uncached import UncachedEngines
 from sidecar.sessions.gpus import Gpus
 from sidecar.sessions.namespaces import RealmLayout, Realms
 from sidecar.sessions.session import Session, Sessions
-from sidecar.transport.job_socket import JobSocket
-from sidecar.transport.zmtp_server import Sent
+from sidecar.transport.zmtp_server import JobSocket, Sent
 from tiers.policy import POLICIES
 from tiers.pool.host_pool import HostPool
 from tiers.store.middleware import Metered

@@ -40,8 +40,7 @@ from sidecar.service.dispatcher import Dispatcher
 from sidecar.service.realm_eviction import RealmEviction
 from sidecar.sessions.session import Session, check_shape
 from sidecar.sessions.worker_memory import WorkerMemory, take_memory
-from sidecar.transport.attach_socket import Connection, close_fds
-from sidecar.transport.unix_listener import Peer
+from sidecar.transport.unix_socket import Connection, Peer, close_fds
 from tiers.errors import LayoutError, PoolError
 
 ATTACHING_MAX: Final = 128
@@ -101,7 +100,7 @@ class Handshakes:
     def accepted(self, sock: socket.socket, peer: Peer) -> None:
         """Serve a new connection, or turn it away. Takes over `sock`."""
         if peer.uid in self._served_uids:
-            self._tasks.start_soon(self.serve, sock)
+            self._tasks.start_soon(self.serve, sock, peer)
         elif self._turned_away >= TURNED_AWAY_MAX:
             self._dispatcher.socket_stats.attaches_refused["user"] += 1
             sock.close()
@@ -127,9 +126,9 @@ class Handshakes:
             self._turned_away -= 1
             sock.close()
 
-    async def serve(self, sock: socket.socket) -> None:
+    async def serve(self, sock: socket.socket, peer: Peer) -> None:
         """Serve one connection until its end."""
-        connection = Connection(sock)
+        connection = Connection(sock, peer)
         self._connections += 1
         try:
             if self._connections > self._connections_max:

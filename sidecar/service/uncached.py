@@ -19,7 +19,7 @@ from typing import Final
 from sidecar.errors import AttachRefused
 from sidecar.protocol import DECLINE_REASONS, Attach, Declined, FirstMessage
 from sidecar.protocol.codec import ProtocolError
-from sidecar.transport.unix_listener import Peer
+from sidecar.transport.unix_socket import Peer
 
 REFUSED: Final = "refused"
 OTHER: Final = "other"

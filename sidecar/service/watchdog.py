@@ -29,7 +29,7 @@ from sidecar.logs import fields
 from sidecar.service.dispatcher import Dispatcher
 from sidecar.service.runtime_dir import RuntimeDirectory
 from sidecar.service.systemd import Notifier
-from sidecar.transport.unix_listener import UnixListener
+from sidecar.transport.unix_socket import UnixListener
 from tiers.pool.lock import lock_path_of
 
 BEAT_SECONDS: Final = 0.5

@@ -24,7 +24,7 @@ from sidecar.protocol import MEMORY_FDS, TOKEN_BYTES, Attach, Lookup, Pin, Role,
 from sidecar.protocol.codec import ProtocolError, decode_client
 from sidecar.sessions.namespaces import RealmLayout
 from sidecar.sessions.worker_memory import WorkerMemory
-from sidecar.transport.attach_socket import Connection
+from sidecar.transport.unix_socket import Connection
 from tiers.errors import LayoutError
 from tiers.kv.layout import BLOCK_ENTRIES_MAX
 

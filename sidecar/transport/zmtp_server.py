@@ -2,9 +2,9 @@
 
 Owns connections: their handshake, reading, and sending, with the part of ZMTP 3.0 and its NULL
 mechanism that this needs (https://rfc.zeromq.org/spec/23). Does not own accepting connections
-(`unix_listener.py`), nor what messages mean: subclasses do (`job_socket.py`,
-`events/sockets.py`). libzmq's own sockets are not used because they buffer every part of a
-message until the last one, without a limit (ADR 0034).
+(`unix_socket.py`), nor what messages mean: subclasses pass them on (`JobSocket`, and for events
+`events/sockets.py`). libzmq's own sockets are not used because they buffer every part of a message
+until the last one, without a limit (ADR 0034).
 
 Invariants:
 
@@ -13,6 +13,8 @@ Invariants:
   `parts_max` parts of a message.
 * One turn of the loop takes `WAKE_SECONDS_MAX` and a frame at most; connections take turns.
 * Sending never waits. What the kernel does not take is queued, up to `queued_max` messages.
+* Before a message for jobs is read, its connection has named the token of a live session of its
+  user, which no other connection holds.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Final
 
-from sidecar.transport.unix_listener import Peer, UnixListener
+from sidecar.protocol import FRAME_BYTES_MAX
+from sidecar.transport.unix_socket import Peer, UnixListener
 
 WAKE_SECONDS_MAX: Final = 0.002
 LINGER_SECONDS_MAX: Final = 0.2
@@ -40,6 +43,9 @@ HANDSHAKES_MAX: Final = 64
 """Connections that have not sent a READY yet. Beyond it the oldest is closed."""
 FRAMES_PER_TURN_MAX: Final = 32
 READY_BYTES_MAX: Final = 1024
+CUT_BYTES_MAX: Final = 2 * FRAME_BYTES_MAX
+"""A longer frame for jobs ends its connection. One between FRAME_BYTES_MAX and this is answered
+with an error."""
 
 MORE, LONG, COMMAND = 1, 2, 4
 """Flags of a frame."""
@@ -296,6 +302,67 @@ class ZmtpServer(abc.ABC):
                 parts = peer.parts if peer.num_parts <= self.parts_max else []
                 peer.num_parts, peer.parts = 0, []
                 self._message(peer, parts)
+
+
+class JobSocket(ZmtpServer):
+    """The Unix socket for jobs: what the DEALER sockets of connectors connect to.
+
+    Args:
+        received: called with the token and the parts of each message; a message of more than one
+            part has none here.
+        admitted: whether a session with this token exists and belongs to this user.
+        refused: called with an identity that is no session's.
+        broke: receives an error of the socket itself.
+    """
+
+    frame_bytes_max = CUT_BYTES_MAX
+    receive_bytes_max = 256 * 1024
+
+    def __init__(
+        self,
+        path: Path,
+        received: Callable[[bytes, list[bytes]], None],
+        admitted: Callable[[bytes, int], bool],
+        refused: Callable[[bytes], None],
+        broke: Callable[[BaseException], None],
+        *,
+        mode: int,
+        uids: Iterable[int],
+        replies_queued_max: int,
+    ) -> None:
+        super().__init__(
+            path, b"ROUTER", broke, mode=mode, uids=uids, queued_max=replies_queued_max
+        )
+        self._received = received
+        self._admitted = admitted
+        self._refused = refused
+        self._by_token: dict[bytes, ZmtpPeer] = {}
+
+    def forget(self, token: bytes) -> None:
+        """Close the connection of a session that has ended."""
+        if (peer := self._by_token.get(token)) is not None:
+            self._close(peer)
+
+    def send(self, token: bytes, payload: bytes) -> Sent:
+        """Queue one message for a session."""
+        peer = self._by_token.get(token)
+        return Sent.GONE if peer is None else self._queue(peer, framed(payload))
+
+    def _identified(self, peer: ZmtpPeer) -> None:
+        token = peer.identity
+        if not self._admitted(token, peer.uid) or token in self._by_token:
+            self._refused(token)
+            raise ZmtpError
+        self._by_token[token] = peer
+
+    def _message(self, peer: ZmtpPeer, parts: list[bytes]) -> None:
+        self._received(peer.identity, parts)
+
+    def _close(self, peer: ZmtpPeer) -> None:
+        super()._close(peer)
+        # A refused peer may have named the token of another.
+        if self._by_token.get(peer.identity) is peer:
+            del self._by_token[peer.identity]
 
 
 def framed(payload: bytes, flags: int = 0) -> bytes:

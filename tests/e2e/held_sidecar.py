@@ -23,7 +23,7 @@ import anyio
 from sidecar import cli
 from sidecar.data.copies import CopyGroup, Memory
 from sidecar.protocol.codec import decode_first
-from sidecar.transport.attach_socket import Connection, close_fds
+from sidecar.transport.unix_socket import Connection, close_fds
 from tests import places
 from tests.e2e.holds import LOAD, POLL_SECONDS, STORE, Holds, attach_as
 from tiers.kv.copy import CopyPlan

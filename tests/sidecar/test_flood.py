@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from sidecar.protocol import FRAME_BYTES_MAX, Outcome
-from sidecar.transport.job_socket import CUT_BYTES_MAX
+from sidecar.transport.zmtp_server import CUT_BYTES_MAX
 from tests.sidecar.client import Scheduler, Worker, key_of
 from tests.sidecar.stores import announce
 from tests.sidecar.test_lives import Process, wait_until

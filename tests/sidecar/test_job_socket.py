@@ -14,8 +14,7 @@ import anyio.to_thread
 import pytest
 
 from sidecar.protocol import Outcome
-from sidecar.transport.job_socket import JobSocket
-from sidecar.transport.zmtp_server import Sent
+from sidecar.transport.zmtp_server import JobSocket, Sent
 from tests import places
 from tests.sidecar.bench import until
 from tests.sidecar.client import RunningSidecar, Worker, config_in, key_of, open_fds

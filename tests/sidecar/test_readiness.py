@@ -28,7 +28,7 @@ from sidecar.observe.host_contents import HostContents
 from sidecar.protocol import Outcome
 from sidecar.service.systemd import Notifier
 from sidecar.service.watchdog import PROBLEMS, Problem, Watchdog
-from sidecar.transport.unix_listener import UnixListener
+from sidecar.transport.unix_socket import UnixListener
 from tests import places
 from tests.sidecar.client import (
     WAIT_SECONDS_MAX,

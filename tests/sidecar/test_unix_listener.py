@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sidecar.transport.unix_listener import Peer, UnixListener
+from sidecar.transport.unix_socket import Peer, UnixListener
 from tests.sidecar.bench import until
 
 

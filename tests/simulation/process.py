@@ -29,9 +29,8 @@ from sidecar.data.host_pool import open_pool
 from sidecar.protocol.codec import decode_server
 from sidecar.service.handshake import Handshakes
 from sidecar.service.store_stack import open_store
-from sidecar.transport.job_socket import JobSocket
-from sidecar.transport.unix_listener import Peer
-from sidecar.transport.zmtp_server import Sent
+from sidecar.transport.unix_socket import Peer
+from sidecar.transport.zmtp_server import JobSocket, Sent
 from tests import places
 from tests.simulation.clock import Hop, Violation, VirtualLoop, World
 from tests.simulation.objects import Bucket, FaultyObjects
@@ -331,7 +330,7 @@ class SidecarProcess:
         if self._tasks is None or self.stopping:
             connection.close()
             return
-        self._tasks.start_soon(self._handshakes.serve, cast("Any", connection))
+        self._tasks.start_soon(self._handshakes.serve, cast("Any", connection), connection.peer)
 
     def forget(self, connection: SimConnection) -> None:
         """The connection is over on both sides."""
@@ -362,7 +361,7 @@ async def run_hop(world: World, process: SidecarProcess, hop: Hop) -> None:
 @contextlib.contextmanager
 def real_sockets_replaced() -> Iterator[None]:
     """`Handshakes` takes our connections as they are."""
-    with places.patched("Connection", lambda connection: connection):
+    with places.patched("Connection", lambda connection, _: connection):
         yield
 
 
