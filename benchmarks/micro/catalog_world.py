@@ -21,11 +21,12 @@ from benchmarks.micro.directory_bench import LIMITS, NoSlots
 from sidecar.catalog.service import Catalogs
 from sidecar.catalog.sync import StoreWatch
 from sidecar.config.store import StoreSettings
-from sidecar.core.commands import IndexOffer, IndexSet, OpenedGroup, SessionOpened
+from sidecar.core.commands import IndexOffer, IndexSet, OpenedGroup
 from sidecar.core.engine import Engine
 from sidecar.data.index_writer import IndexUpdater
 from sidecar.protocol import PROTOCOL_VERSION, Attach, Role
 from sidecar.sessions.namespaces import Realms
+from tests.sidecar.engine_names import opened_session
 from tests.tiers.catalog.kit import encode_manifest
 from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.major_compaction import SNAPSHOT_ROWS
@@ -165,10 +166,7 @@ class Reading:
         self.world = world
         self.engine = Engine(NoSlots(), POLICIES["lru"](), LIMITS, epoch=1)
         self.engine.handle(
-            SessionOpened(
-                1, Role.SCHEDULER, "engine", 0, 1, (OpenedGroup(world.realm.realm_id, None),)
-            ),
-            0.0,
+            opened_session(1, Role.SCHEDULER, [OpenedGroup(world.realm.realm_id)]), 0.0
         )
         self.directory = self.engine.directory.realms[world.realm.realm_id]
         self._tasks = anyio.create_task_group()

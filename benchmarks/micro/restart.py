@@ -22,12 +22,13 @@ import numpy as np
 
 from sidecar.config.model import Config
 from sidecar.core.breaker import BreakerRules
-from sidecar.core.commands import OpenedGroup, Restored, SessionOpened
+from sidecar.core.commands import OpenedGroup, Restored
 from sidecar.core.engine import Engine
 from sidecar.core.outbox import EngineLimits, WritePolicy
 from sidecar.data.host_pool import open_pool
 from sidecar.protocol import Role
 from tests.harness.sidecars import SidecarProcess
+from tests.sidecar.engine_names import opened_session
 from tiers.kv.layout import ChunkLayout, Segment
 from tiers.kv.slot_image import SlotTemplates
 from tiers.policy import POLICIES
@@ -91,7 +92,7 @@ def adopt(pool: HostPool, restored: tuple[RestoredSlot, ...]) -> int:
     engine = Engine(pool, POLICIES["lru"](), limits, epoch=1)
     engine.handle(Restored(restored), 0.0)
     group = OpenedGroup(0, LAYOUT, DIGEST, slot_bytes)
-    opened = SessionOpened(1, Role.WORKER, "engine", 0, 1, (group,))
+    opened = opened_session(1, Role.WORKER, [group])
     return sum(type(one).__name__ == "IndexSet" for one in engine.handle(opened, 0.0))
 
 

@@ -19,7 +19,7 @@ import msgspec
 
 from sidecar.core.retention import FOR_EVER, Retention
 from sidecar.core.stored_table import Keys, ListedRows
-from sidecar.protocol import ClientMessage, Outcome, Role, ServerMessage
+from sidecar.protocol import Attach, ClientMessage, Outcome, ServerMessage
 from tiers.kv.layout import ChunkLayout, Segment
 
 
@@ -38,15 +38,9 @@ class SessionOpened(msgspec.Struct, frozen=True):
     """A client attached."""
 
     session_id: int
-    role: Role
-    engine_id: str
-    rank: int
-    world_size: int
+    attach: Attach
     groups: tuple[OpenedGroup, ...]
     """In the order of their numbers."""
-    want_events: bool = False
-    replicas: int = 1
-    """Consecutive ranks that hold the same segment."""
 
     @property
     def realm_id(self) -> int:
@@ -54,19 +48,14 @@ class SessionOpened(msgspec.Struct, frozen=True):
         return self.groups[0].realm_id
 
     @property
-    def segment_number(self) -> int:
-        """Which segment of a chunk this worker holds: its rank in the realm."""
-        return self.rank // self.replicas
-
-    @property
-    def num_segments(self) -> int:
-        """Segments of a chunk."""
-        return self.world_size // self.replicas
+    def engine(self) -> tuple[int, str]:
+        """What tells the client's engine from others: the realm, and the engine's own id."""
+        return self.realm_id, self.attach.engine_id
 
     def stores(self, key: bytes) -> bool:
         """Whether this worker, of those with the same segment, is the one that stores it."""
-        number = int.from_bytes(key[:4], "little")
-        return number % self.replicas == self.rank % self.replicas
+        number, attach = int.from_bytes(key[:4], "little"), self.attach
+        return number % attach.replicas == attach.rank % attach.replicas
 
 
 class RestoredSlot(msgspec.Struct, frozen=True):

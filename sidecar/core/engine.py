@@ -231,17 +231,17 @@ class Engine:
     # --- sessions ------------------------------------------------------------------------------
 
     def _open(self, event: SessionOpened) -> None:
+        attach, rank = event.attach, event.attach.segment_number
         for group in event.groups:
-            realm = self.directory.open_realm(group.realm_id, event.num_segments)
-            assert realm.world_size == event.num_segments, "it is part of a realm's identity"
-            rank = event.segment_number
+            realm = self.directory.open_realm(group.realm_id, attach.num_segments)
+            assert realm.world_size == attach.num_segments, "it is part of a realm's identity"
             if group.layout is not None and realm.layouts[rank] is None:
                 self.host.register_layout(
                     realm, rank, group.layout, group.namespace, group.slot_bytes
                 )
-        if event.role is Role.SCHEDULER:
-            self.leases.forget_early((event.realm_id, event.engine_id))
-            if event.want_events:
+        if attach.role is Role.SCHEDULER:
+            self.leases.forget_early(event.engine)
+            if attach.want_events:
                 self._event_feeds[event.session_id] = EventFeed(
                     self._epoch, event.session_id, self._realms_of(event), self._outbox.emit
                 )
@@ -299,8 +299,8 @@ class Engine:
         if session.session_id in self.sessions:
             self._outbox.job_ended(session.session_id, JobOutcome(job.job_id, job.outcome))
         if job.loading:
-            name = (session.realm_id, session.engine_id, job.job_id)
-            self.leases.rank_finished(name, session.rank, session.world_size)
+            name = (*session.engine, job.job_id)
+            self.leases.rank_finished(name, session.attach.rank, session.attach.world_size)
 
     def _lease(
         self, session: SessionOpened, realms: list[Realm], message: Lease, now: float
@@ -315,8 +315,8 @@ class Engine:
         chunks = [chunk for chunk in found if chunk is not None]
         for chunk in chunks:
             self.host.touch(chunk)
-        name = (session.realm_id, session.engine_id, message.lease_id)
-        if self.leases.take(session_id, name, chunks, session.world_size, now):
+        name = (*session.engine, message.lease_id)
+        if self.leases.take(session_id, name, chunks, session.attach.world_size, now):
             self.tenants.counters(message.tenant).leases += 1
         else:
             self.counters.leases_refused += 1
@@ -326,8 +326,8 @@ class Engine:
         self._event_feeds.pop(session.session_id, None)
         self.lookups.close_session(session.session_id)
         self.request_pins.close_session(session.session_id)
-        if session.role is Role.SCHEDULER:
-            self.leases.close_session(session.session_id, (session.realm_id, session.engine_id))
+        if session.attach.role is Role.SCHEDULER:
+            self.leases.close_session(session.session_id, session.engine)
 
     # --- realms without sessions ---------------------------------------------------------------
 

@@ -99,10 +99,11 @@ class Jobs(CorePart):
     ) -> Job | None:
         """Start a load job. If any of its chunks is missing, none is copied."""
         job = Job(session, message.job_id, loading=True, fence=fence)
+        rank = session.attach.segment_number
         segments: list[HostSegment] = []
         for piece in message.chunks:
             chunk = realms[piece.group].chunks.get(piece.key)
-            segment = chunk.segments[session.segment_number] if chunk is not None else None
+            segment = chunk.segments[rank] if chunk is not None else None
             if segment is None or segment.state is not SegmentState.HOST:
                 job.outcomes.add(Outcome.MISSING)
                 return self._ended(job)
@@ -174,8 +175,8 @@ class Jobs(CorePart):
         self, job: Job, realm: Realm, piece: StoreChunk, retention: Retention
     ) -> Outcome | None:
         """Start the copy of one chunk; returns its outcome if there is nothing to copy."""
-        rank, layout = job.session.segment_number, _layout_of(realm, job.session.segment_number)
-        num_blocks = len(piece.block_ids)
+        rank = job.session.attach.segment_number
+        layout, num_blocks = _layout_of(realm, rank), len(piece.block_ids)
         token_bytes = 4 * num_blocks * layout.block_tokens
         if num_blocks > layout.blocks_per_chunk or len(piece.token_ids) != token_bytes:
             self._counters.stores_failed += 1

@@ -60,16 +60,7 @@ class Session:
                 own = realm.ranks[attach.segment_number]
                 digest, slot_bytes = realm.namespace_digest, own.templates.slot_bytes
                 groups.append(OpenedGroup(realm.realm_id, own.layout, digest, slot_bytes))
-        return SessionOpened(
-            session_id=self.session_id,
-            role=attach.role,
-            engine_id=attach.engine_id,
-            rank=attach.rank,
-            world_size=attach.world_size,
-            groups=tuple(groups),
-            want_events=attach.want_events,
-            replicas=attach.replicas,
-        )
+        return SessionOpened(self.session_id, attach, tuple(groups))
 
     def event_of(self, frames: list[bytes], epoch: int) -> Received:
         """Decode and check one message. Raises `ProtocolError`, which does not end the session."""

@@ -184,7 +184,7 @@ class EngineModel(RuleBasedStateMachine):
         return [
             session.session_id
             for session in self.world.sessions.values()
-            if session.role is role and realm_id in (None, session.realm_id)
+            if session.attach.role is role and realm_id in (None, session.engine[0])
         ]
 
     def open_main(self, role: Role, **parts: Any) -> None:
@@ -236,7 +236,7 @@ class EngineModel(RuleBasedStateMachine):
     def ranks(self) -> dict[int, int]:
         """A worker of each rank of the main realm that has one."""
         workers = self.sessions(Role.WORKER, realm_id=MAIN)
-        return {self.world.sessions[session_id].rank: session_id for session_id in workers}
+        return {self.world.sessions[session_id].attach.rank: session_id for session_id in workers}
 
     def load(self, session_id: int, job_id: int, chunks: list[int]) -> None:
         if (session_id, job_id) in self.jobs:
@@ -245,7 +245,7 @@ class EngineModel(RuleBasedStateMachine):
         host = self.world.host_ranks()
         chunks = self.fitting(session_id, chunks)
         names = [self.name_of(session_id, number) for number in chunks]
-        there = all(session.rank in host.get(name, set()) for name in names)
+        there = all(session.attach.rank in host.get(name, set()) for name in names)
         commands = self.world.load(session_id, job_id, chunks)
         self.submitted(session_id, job_id, chunks, commands)
         job = self.jobs[session_id, job_id]
@@ -268,14 +268,14 @@ class EngineModel(RuleBasedStateMachine):
 
     def rank_finished(self, session_id: int, job_id: int) -> None:
         session = self.ever_opened[session_id]
-        name = (session.realm_id, session.engine_id, job_id)
+        name = (*session.engine, job_id)
         ranks = self.finished.setdefault(name, set())
-        ranks.add(session.rank)
-        if len(ranks) < session.world_size:
+        ranks.add(session.attach.rank)
+        if len(ranks) < session.attach.world_size:
             return
         for owner, lease_id in list(self.leases):
             scheduler = self.ever_opened[owner]
-            if (scheduler.realm_id, scheduler.engine_id, lease_id) == name:
+            if (*scheduler.engine, lease_id) == name:
                 del self.leases[owner, lease_id]
 
     def end_copy(self, copy_id: int, outcome: Outcome) -> None:
@@ -309,7 +309,7 @@ class EngineModel(RuleBasedStateMachine):
             ends = self.world.now + self.world.limits.lease_ttl_seconds_max
             self.leases[session_id, lease_id] = Pin(names, b"", ends)
             session = self.world.sessions[session_id]
-            ranks = self.finished.get((MAIN, session.engine_id, lease_id), set())
+            ranks = self.finished.get((MAIN, session.attach.engine_id, lease_id), set())
             if len(ranks) == self.world_size:
                 del self.leases[session_id, lease_id]
         self.absorb(commands)

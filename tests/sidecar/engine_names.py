@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sidecar.core.commands import OpenedGroup, Received
-from sidecar.protocol import Release
+from sidecar.core.commands import OpenedGroup, Received, SessionOpened
+from sidecar.protocol import PROTOCOL_VERSION, Attach, Release, Role
 from tiers.kv.layout import ChunkLayout, Segment
 
 if TYPE_CHECKING:
@@ -71,3 +71,32 @@ def opened_group(realm_id: int, geometry: ChunkLayout | None, namespace: bytes) 
     """A group of a client; only workers have a geometry."""
     slot_bytes = 0 if geometry is None else slot_bytes_of(geometry)
     return OpenedGroup(realm_id, geometry, namespace, slot_bytes)
+
+
+def opened_session(
+    session_id: int,
+    role: Role,
+    groups: Sequence[OpenedGroup],
+    *,
+    engine_id: str = "a",
+    rank: int = 0,
+    world_size: int = 1,
+    want_events: bool = False,
+    replicas: int = 1,
+) -> SessionOpened:
+    """A client attached. The engine looks at these parts of its message only."""
+    attach = Attach(
+        version=PROTOCOL_VERSION,
+        role=role,
+        engine_id=engine_id,
+        rank=rank,
+        world_size=world_size,
+        topology="any",
+        namespace=b"{}",
+        block_tokens=BLOCK_TOKENS,
+        blocks_per_chunk=BLOCKS_PER_CHUNK,
+        pid=1,
+        want_events=want_events,
+        replicas=replicas,
+    )
+    return SessionOpened(session_id, attach, tuple(groups))

@@ -21,7 +21,6 @@ from sidecar.core.commands import (
     Received,
     Restored,
     RestoredSlot,
-    SessionOpened,
     StoreOutcome,
     Tick,
     Written,
@@ -53,6 +52,7 @@ from tests.sidecar.engine_names import (
     layout,
     namespace_of,
     opened_group,
+    opened_session,
     release,
 )
 from tests.sidecar.engine_watch import Watched
@@ -96,22 +96,22 @@ class World(Watched):
         other_layout = (
             layout(rank // replicas, content_bytes=content_bytes // 2) if worker else None
         )
-        event = SessionOpened(
+        event = opened_session(
             self.last_session_id,
             role,
-            engine_id,
-            rank,
-            world_size,
             (
                 opened_group(realm_id, own_layout, namespace_of(realm_id)),
                 *(opened_group(one, other_layout, namespace_of(one)) for one in other_realms),
             ),
+            engine_id=engine_id,
+            rank=rank,
+            world_size=world_size,
             want_events=want_events,
             replicas=replicas,
         )
-        number = event.segment_number
+        number = event.attach.segment_number
         for group in event.groups:
-            self.world_sizes[group.realm_id] = event.num_segments
+            self.world_sizes[group.realm_id] = event.attach.num_segments
             if group.layout is not None:
                 self._adopt(group.realm_id, number, group.layout)
         self.sessions[event.session_id] = event

@@ -17,7 +17,6 @@ from sidecar.core.commands import (
     RestoredSlot,
     Scatter,
     SessionClosed,
-    SessionOpened,
     StoreOutcome,
     Tick,
     Write,
@@ -37,6 +36,7 @@ from tests.sidecar.engine_names import (
     key,
     layout,
     opened_group,
+    opened_session,
     slot_bytes_of,
 )
 from tests.sidecar.engine_world import World
@@ -259,9 +259,8 @@ def test_realms_with_the_same_segments_share_what_there_is() -> None:
     engine = Engine(slots, StrictLRU(), limits(), epoch=EPOCH)
     engine.handle(Restored(tuple(found)), 0.0)
     for realm_id, chunks in ((0, 3), (1, 1), (2, 0)):
-        event = SessionOpened(
-            realm_id, Role.WORKER, "a", 0, 1, (opened_group(realm_id, layout(0), b"same"),)
-        )
+        group = opened_group(realm_id, layout(0), b"same")
+        event = opened_session(realm_id, Role.WORKER, [group])
         engine.handle(event, 0.0)
         check(engine)
         assert engine.directory.realms[realm_id].hosted_chunks == chunks

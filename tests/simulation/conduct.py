@@ -162,7 +162,7 @@ class Conduct:
             asked = self._jobs[session_id, job.job_id] = _Asked(job)
             for piece in job.chunks:
                 chunk = realms[session.groups[piece.group].realm_id].chunks.get(piece.key)
-                state = chunk.segments[session.rank].state if chunk else SegmentState.ABSENT
+                state = chunk.segments[session.attach.rank].state if chunk else SegmentState.ABSENT
                 if state is not SegmentState.ABSENT:
                     asked.there.add(piece.key)
                 if (
@@ -188,13 +188,13 @@ class Conduct:
 
     def _load_ended(self, name: JobName) -> None:
         session = self._opened[name[0]]
-        load = (session.realm_id, session.engine_id, name[1])
-        self._loads_ended.setdefault(load, set()).add(session.rank)
+        load = (*session.engine, name[1])
+        self._loads_ended.setdefault(load, set()).add(session.attach.rank)
 
     def _forget_loads(self, session: SessionOpened) -> None:
         """A scheduler comes or goes: the next one counts its jobs from the start."""
-        if session.role is Role.SCHEDULER:
-            engine = (session.realm_id, session.engine_id)
+        if session.attach.role is Role.SCHEDULER:
+            engine = session.engine
             for name in [name for name in self._loads_ended if name[:2] == engine]:
                 del self._loads_ended[name]
 
@@ -397,7 +397,7 @@ class Conduct:
             return
         name, load = (
             (session_id, message.lease_id),
-            (session.realm_id, session.engine_id, message.lease_id),
+            (*session.engine, message.lease_id),
         )
         if name in self._leases:
             # Replaced: what ended for the one before does not count for this one.
@@ -415,9 +415,9 @@ class Conduct:
     def _is_loaded(self, name: LoadName) -> bool:
         ranks = self._loads_ended.get(name, ())
         return bool(ranks) and len(ranks) >= next(
-            one.world_size
+            one.attach.world_size
             for one in self._opened.values()
-            if (one.realm_id, one.engine_id) == name[:2]
+            if one.engine == name[:2]
         )
 
     def _jobs_are_bounded(self, engine: Engine) -> None:

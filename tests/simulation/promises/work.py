@@ -152,7 +152,7 @@ WORK = (
     Mutation(
         "a lease outlives its session",
         "Engine._close",
-        "if session.role is Role.SCHEDULER:",
+        "if session.attach.role is Role.SCHEDULER:",
         "if False:",
         ("session cut", "leases without a load"),
     ),
