@@ -95,7 +95,6 @@ class StoreWatch:
         self._index_settled = index_settled
         self._catalogs = catalogs
         self._due: set[int] = set()
-        self._caught_up: set[int] = set()
         self._wake = anyio.Event()
         self.health = StoreHealth()
         self.reconciler = Reconciler(
@@ -118,7 +117,6 @@ class StoreWatch:
     def forget(self, realm: RealmLayout, *, last: bool) -> None:
         """A realm is forgotten; with `last`, it was the last one of its namespace."""
         self._due.discard(realm.realm_id)
-        self._caught_up.discard(realm.realm_id)
         if last:
             self.reconciler.forget(realm.namespace_digest)
 
@@ -228,9 +226,7 @@ class StoreWatch:
             self.listings_failed += 1
             return str(error)
         self.listings += 1
-        if realm.realm_id not in self._caught_up:
-            self._caught_up.add(realm.realm_id)
-            self._feed(CaughtUp(realm.realm_id))
+        self._feed(CaughtUp(realm.realm_id))
         return None
 
     async def _count(self, realm: RealmLayout, rows: Rows, file: LogName | None) -> None:

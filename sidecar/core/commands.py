@@ -149,7 +149,7 @@ class Listed(msgspec.Struct, frozen=True):
 
 
 class CaughtUp(msgspec.Struct, frozen=True):
-    """Everything that a realm's catalog held at the start was `Listed`."""
+    """Everything that a realm's catalog held was `Listed`. Repeated after each listing."""
 
     realm_id: int
 
