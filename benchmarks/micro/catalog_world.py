@@ -22,11 +22,10 @@ from sidecar.catalog.service import Catalogs
 from sidecar.catalog.sync import StoreWatch
 from sidecar.config.store import StoreSettings
 from sidecar.core.commands import IndexOffer, IndexSet, OpenedGroup
-from sidecar.core.engine import Engine
 from sidecar.data.index_writer import IndexUpdater
 from sidecar.protocol import PROTOCOL_VERSION, Attach, Role
 from sidecar.sessions.namespaces import Realms
-from tests.sidecar.engine_names import opened_session
+from tests.sidecar.engine_names import make_engine, opened_session
 from tests.tiers.catalog.kit import encode_manifest
 from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.major_compaction import SNAPSHOT_ROWS
@@ -164,7 +163,7 @@ class Reading:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.engine = Engine(NoSlots(), POLICIES["lru"](), LIMITS, epoch=1)
+        self.engine = make_engine(NoSlots(), POLICIES["lru"](), LIMITS)
         self.engine.handle(
             opened_session(1, Role.SCHEDULER, [OpenedGroup(world.realm.realm_id)]), 0.0
         )

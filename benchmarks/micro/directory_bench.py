@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING
 from sidecar.core.breaker import BreakerRules
 from sidecar.core.commands import IndexOffer, Listed, OpenedGroup
 from sidecar.core.directory import Cause, Directory
-from sidecar.core.engine import Engine
 from sidecar.core.outbox import EngineLimits, WritePolicy
 from sidecar.core.stored_table import ListedRow
 from sidecar.protocol import Role
 from tests.sidecar.catalog_rows import listed_rows
-from tests.sidecar.engine_names import opened_session
+from tests.sidecar.engine_names import make_engine, opened_session
 from tiers.policy import POLICIES
 
 if TYPE_CHECKING:
@@ -122,7 +121,7 @@ def measure_times(chunks: int, keys: int, rounds: int) -> dict[str, float]:
     """Listings through the engine, then lookups of present and absent keys in the directory."""
     generator = random.Random(1)
     present = keys_of(generator, chunks)
-    engine = Engine(NoSlots(), POLICIES["lru"](), LIMITS, epoch=1)
+    engine = make_engine(NoSlots(), POLICIES["lru"](), LIMITS)
     engine.handle(opened_session(1, Role.SCHEDULER, [OpenedGroup(0)]), 0.0)
     listing = [ListedRow(key, 1, 5, withdrawn=False) for key in present]
     started = time.perf_counter()

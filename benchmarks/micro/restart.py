@@ -23,12 +23,11 @@ import numpy as np
 from sidecar.config.model import Config
 from sidecar.core.breaker import BreakerRules
 from sidecar.core.commands import OpenedGroup, Restored
-from sidecar.core.engine import Engine
 from sidecar.core.outbox import EngineLimits, WritePolicy
 from sidecar.data.host_pool import open_pool
 from sidecar.protocol import Role
 from tests.harness.sidecars import SidecarProcess
-from tests.sidecar.engine_names import opened_session
+from tests.sidecar.engine_names import make_engine, opened_session
 from tiers.kv.layout import ChunkLayout, Segment
 from tiers.kv.slot_image import SlotTemplates
 from tiers.policy import POLICIES
@@ -89,7 +88,7 @@ def adopt(pool: HostPool, restored: tuple[RestoredSlot, ...]) -> int:
         flush_at_end=False,
         store_reads=False,
     )
-    engine = Engine(pool, POLICIES["lru"](), limits, epoch=1)
+    engine = make_engine(pool, POLICIES["lru"](), limits)
     engine.handle(Restored(restored), 0.0)
     group = OpenedGroup(0, LAYOUT, DIGEST, slot_bytes)
     opened = opened_session(1, Role.WORKER, [group])

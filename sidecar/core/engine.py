@@ -72,13 +72,6 @@ CHUNKS_FORGOTTEN_MAX: Final = 64
 """Chunks that one `ForgetRealms` evicts. Each takes about 20 microseconds of the event loop."""
 
 
-def _yes(*_: object) -> bool:
-    return True
-
-
-def _nothing(*_: object) -> None: ...
-
-
 class Engine:
     """Decides. Give it every event, carry out every command, and report how each one ended.
 
@@ -97,11 +90,11 @@ class Engine:
         limits: EngineLimits,
         *,
         epoch: int,
-        tenants: Tenants | None = None,
-        admit_write: Callable[[int, bytes, int, int], bool] = _yes,
-        room_to_write: Callable[[int, int, int], bool] = _yes,
-        notify: Callable[[list[FlagChange]], None] = _nothing,
-        notify_listed: Callable[[Realm, Keys], None] = _nothing,
+        tenants: Tenants,
+        admit_write: Callable[[int, bytes, int, int], bool],
+        room_to_write: Callable[[int, int, int], bool],
+        notify: Callable[[list[FlagChange]], None],
+        notify_listed: Callable[[Realm, Keys], None],
     ) -> None:
         self.counters = Counters()
         self.limits = limits
@@ -113,7 +106,7 @@ class Engine:
         self._outbox = Outbox(epoch)
         self._event_feeds: dict[int, EventFeed] = {}
         directory = self.directory = Directory(readable=limits.store_reads)
-        self.tenants = tenants = Tenants() if tenants is None else tenants
+        self.tenants = tenants
         shares = self.shares = FairShares(limits.shares)
         host = self.host = HostTier(directory, slots, policy, self.counters, tenants)
         emit = self._outbox.emit

@@ -5,11 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sidecar.core.commands import OpenedGroup, Received, SessionOpened
+from sidecar.core.engine import Engine
+from sidecar.core.tenants import Tenants
 from sidecar.protocol import PROTOCOL_VERSION, Attach, Release, Role
 from tiers.kv.layout import ChunkLayout, Segment
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from sidecar.core.outbox import EngineLimits
+    from sidecar.core.restored import SlotAllocator
+    from tiers.policy import Policy
 
 
 ALL_RANKS = frozenset({0, 1})
@@ -100,3 +106,25 @@ def opened_session(
         replicas=replicas,
     )
     return SessionOpened(session_id, attach, tuple(groups))
+
+
+def make_engine(
+    slots: SlotAllocator,
+    policy: Policy,
+    limits: EngineLimits,
+    tenants: Tenants | None = None,
+    admit_write: Callable[[int, bytes, int, int], bool] = lambda *_: True,
+    room_to_write: Callable[[int, int, int], bool] = lambda *_: True,
+) -> Engine:
+    """An engine that tells nobody what it stores."""
+    return Engine(
+        slots,
+        policy,
+        limits,
+        epoch=EPOCH,
+        tenants=Tenants() if tenants is None else tenants,
+        admit_write=admit_write,
+        room_to_write=room_to_write,
+        notify=lambda _: None,
+        notify_listed=lambda *_: None,
+    )

@@ -25,7 +25,6 @@ from sidecar.core.commands import (
     Tick,
     Written,
 )
-from sidecar.core.engine import Engine
 from sidecar.core.retention import Retention, read_tag
 from sidecar.core.stored_table import ListedRow
 from sidecar.protocol import (
@@ -50,6 +49,7 @@ from tests.sidecar.engine_names import (
     groups_of,
     key,
     layout,
+    make_engine,
     namespace_of,
     opened_group,
     opened_session,
@@ -276,14 +276,7 @@ class World(Watched):
         self.policy = policy
         self.resuming = False
         self.coming.clear()
-        self.engine = Engine(
-            self.slots,
-            policy,
-            self.limits,
-            epoch=EPOCH,
-            tenants=tenants,
-            admit_write=self.admit_write,
-        )
+        self.engine = make_engine(self.slots, policy, self.limits, tenants, self.admit_write)
         self.send(Restored(tuple(self._restored(slot) for slot in self.slots.sealed)))
 
     def _restored(self, slot: int) -> RestoredSlot:

@@ -21,7 +21,6 @@ from sidecar.core.commands import (
     Tick,
     Write,
 )
-from sidecar.core.engine import Engine
 from sidecar.core.outbox import WritePolicy
 from sidecar.core.tenants import Quota, TenantRules, Tenants
 from sidecar.core.writes import WRITE_TRIES_MAX
@@ -31,10 +30,10 @@ from tests.sidecar.engine_answers import done, messages, only
 from tests.sidecar.engine_names import (
     ALL_RANKS,
     BLOCK_TOKENS,
-    EPOCH,
     RANK_0,
     key,
     layout,
+    make_engine,
     opened_group,
     opened_session,
     slot_bytes_of,
@@ -256,7 +255,7 @@ def test_realms_with_the_same_segments_share_what_there_is() -> None:
                 slot, b"same", layout(0).geometry, 2, key(number), key(0), b"", moment, moment
             )
         )
-    engine = Engine(slots, StrictLRU(), limits(), epoch=EPOCH)
+    engine = make_engine(slots, StrictLRU(), limits())
     engine.handle(Restored(tuple(found)), 0.0)
     for realm_id, chunks in ((0, 3), (1, 1), (2, 0)):
         group = opened_group(realm_id, layout(0), b"same")

@@ -6,10 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sidecar.core.breaker import BreakerRules
-from sidecar.core.engine import Engine
 from sidecar.core.outbox import EngineLimits, WritePolicy
 from sidecar.protocol import Role
-from tests.sidecar.engine_names import EPOCH
+from tests.sidecar.engine_names import make_engine
 from tests.sidecar.engine_world import World
 from tests.sidecar.strict_pool import SlabSlots, StrictLRU
 
@@ -53,15 +52,7 @@ def make_world(
 ) -> World:
     slots, bounds = SlabSlots(slabs, slab_slots), limits(**changes)
     policy = StrictLRU() if policy is None else policy
-    engine = Engine(
-        slots,
-        policy,
-        bounds,
-        epoch=EPOCH,
-        tenants=tenants,
-        admit_write=admit_write,
-        room_to_write=room_to_write,
-    )
+    engine = make_engine(slots, policy, bounds, tenants, admit_write, room_to_write)
     return World(engine, slots, policy, bounds, admit_write)
 
 
