@@ -161,7 +161,7 @@ class Server:
                 replies_queued_max=self._config.limits.replies_queued_max,
             )
             stack.callback(jobs.close)
-            dispatcher.connect(jobs)
+            dispatcher.jobs = jobs
             events = self._open_events(stack)
             self._http.serve(dispatcher)
             stack.callback(self._http.serve, None)

@@ -181,7 +181,7 @@ class Lookups(CorePart):
             if chunk is None or not chunk.loadable:
                 if not can_complete(realm, key, chunk):
                     break
-                if not self._reads.may_begin(self._now):
+                if not self._reads.breaker.passes(self._now):
                     self._counters.reads_paused += 1
                     break
                 chunk = self._directory.open_chunk(realm, key, message.tenant)

@@ -104,10 +104,6 @@ class Reads(CorePart):
         """Segments that are being read."""
         return [segment for segment, _ in self._running.values()]
 
-    def may_begin(self, now: float) -> bool:
-        """Whether the breaker lets reads pass."""
-        return self.breaker.passes(now)
-
     def plan(self, session_id: int, message: Lookup, run: list[Chunk]) -> ReadPlan:
         """Weigh reading what a run lacks against computing it, from its first missing chunk on."""
         missing = [chunk for chunk in run if not chunk.loadable]

@@ -114,9 +114,9 @@ class _RoundRobin:
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
 
-    def heads(self) -> list[tuple[Session, CopyGroup]]:
-        """The first group of each session, in the order of their turns."""
-        return [(session, queue[0]) for session, queue in self._queues.items()]
+    def sessions(self) -> list[Session]:
+        """The sessions that have groups, in the order of their turns."""
+        return list(self._queues)
 
     def head(self, session: Session) -> CopyGroup | None:
         """The first group of a session."""
@@ -187,7 +187,7 @@ class CopyQueue:
         """Make groups ready whose fence is reached. Returns how many, and the expired groups."""
         ready, expired = 0, list[CopyGroup]()
         for queue in self._waiting:
-            for session, _ in queue.heads():
+            for session in queue.sessions():
                 while (group := queue.head(session)) is not None:
                     if group.may_start:
                         self._make_ready(queue.pop(session))
@@ -206,9 +206,9 @@ class CopyQueue:
         self._loads_in_a_row = 0
         return self._stores.pop() if self._stores else None
 
-    def heads(self) -> list[tuple[Session, CopyGroup]]:
-        """Each session's next group: waiting, ready loads, ready stores."""
-        return [head for queue in self._queues() for head in queue.heads()]
+    def sessions(self) -> set[Session]:
+        """The sessions that have groups."""
+        return {session for queue in self._queues() for session in queue.sessions()}
 
     def drop(self, session: Session) -> list[CopyGroup]:
         """Take every group of a session out."""

@@ -136,6 +136,7 @@ class Dispatcher:
         self.drained = anyio.Event()
         """Set when, while draining, no work is left."""
         self.jobs: JobSocket | None = None
+        """The socket for replies, once there is one."""
         self._events: deque[Event] = deque()
         self._feeding = False
         self._over = False
@@ -175,10 +176,6 @@ class Dispatcher:
             return True
         held = store.catalogs.namespace_usage(self.realms[realm_id].namespace_digest)
         return store.settings.has_room(held.size_bytes + num_bytes, held.objects + objects)
-
-    def connect(self, jobs: JobSocket) -> None:
-        """Set the socket for replies."""
-        self.jobs = jobs
 
     def publish(self, sockets: EventSockets, first_number: int) -> None:
         """Publish changes of the tiers from now on. Call it before the first session."""
@@ -346,7 +343,7 @@ class Dispatcher:
 
     def _deliver(self, session: Session, message: ServerMessage) -> None:
         """Send a message, or end the session. Its client has sent something before."""
-        assert self.jobs is not None, "messages come only after connect"
+        assert self.jobs is not None, "messages come only with the socket"
         sent = self.jobs.send(session.token, encode(message))
         if sent is Sent.OK:
             return

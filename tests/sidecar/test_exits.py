@@ -173,7 +173,7 @@ def test_a_second_signal_is_5(short_directory: Path) -> None:
 def test_a_bug_is_70_with_its_traceback(short_directory: Path) -> None:
     patch = """
         from tests import places
-        places.replace("Dispatcher.connect", lambda *_: 1 / 0)
+        places.replace("Dispatcher.feed", lambda *_: 1 / 0)
     """
     code, errors = Process(config_of(short_directory), patch).end()
     assert code == Exit.INTERNAL

@@ -180,7 +180,7 @@ def test_a_traceback_is_masked(short_directory: Path) -> None:
         from tests import places
         def spill(self, *_):
             raise RuntimeError(f"{self.config.store.url} {self.config.store.storage_options}")
-        places.replace("Dispatcher.connect", spill)
+        places.replace("Dispatcher.feed", spill)
         sys.exit(main(["serve", "--config", sys.argv[1]]))
     """
     file = config_file(short_directory, free_port())

@@ -359,7 +359,7 @@ class Conduct:
             raise Violation("what is missing is not called stored", f"{work}")
 
     def _work_ends_with_its_session(self, process: SidecarProcess) -> None:
-        for session, _ in process.dispatcher.copies.queue.heads():
+        for session in process.dispatcher.copies.queue.sessions():
             if process.dispatcher.sessions.get(session.session_id) is not session:
                 raise Violation("queued work ends with its session", f"{session.session_id}")
 
@@ -415,9 +415,7 @@ class Conduct:
     def _is_loaded(self, name: LoadName) -> bool:
         ranks = self._loads_ended.get(name, ())
         return bool(ranks) and len(ranks) >= next(
-            one.attach.world_size
-            for one in self._opened.values()
-            if one.engine == name[:2]
+            one.attach.world_size for one in self._opened.values() if one.engine == name[:2]
         )
 
     def _jobs_are_bounded(self, engine: Engine) -> None:

@@ -165,7 +165,7 @@ class SidecarProcess:
         self.dispatcher = self.server.dispatcher
         self.epoch = self.dispatcher.epoch
         self.router = SimRouter(self)
-        self.dispatcher.connect(cast("JobSocket", self.router))
+        self.dispatcher.jobs = cast("JobSocket", self.router)
         checks.watch(self)
         self._tasks: anyio.abc.TaskGroup | None = None
         self._main = self.loop.create_task(self._run())
