@@ -17,7 +17,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 import anyio
 import anyio.lowlevel
@@ -54,18 +54,10 @@ _logger = logging.getLogger("kvlake.store")
 class StoreHealth:
     """The store's state. `reason` is for an operator."""
 
-    checked: bool = False
-    well: bool = False
+    state: Literal["starting", "ok", "unwell"] = "starting"
     reason: str = "not probed yet"
     creates: bool | None = None
     """Whether it can create without replacing, which compaction needs; None: unknown."""
-
-    @property
-    def state(self) -> str:
-        """One word: starting, ok or unwell."""
-        if not self.checked:
-            return "starting"
-        return "ok" if self.well else "unwell"
 
 
 class StoreWatch:
@@ -161,7 +153,7 @@ class StoreWatch:
 
     async def _refresh_all(self) -> None:
         while True:
-            probed = not self.health.well
+            probed = self.health.state != "ok"
             reason = await self._probe() if probed else None
             self._due.clear()
             for realm in self._realms.all():
@@ -258,8 +250,7 @@ class StoreWatch:
 
     def _judge(self, reason: str | None) -> None:
         before = self.health.state
-        self.health.checked = True
-        self.health.well = reason is None
+        self.health.state = "ok" if reason is None else "unwell"
         self.health.reason = reason or ""
         if before == self.health.state:
             return

@@ -322,7 +322,7 @@ def _store(dispatcher: Dispatcher) -> Values:
     return collected | {
         **counts,
         "collection_withdrawn_by_bound": withdrawn,
-        "store_well": int(watch.health.well),
+        "store_well": int(watch.health.state == "ok"),
         "store_paused": {
             way: int(one.state is not BreakerState.CLOSED) for way, one in breakers.items()
         },
