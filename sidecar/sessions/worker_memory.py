@@ -177,16 +177,11 @@ class WorkerMemory:
         self.ended = True
         self._unmap_if_idle()
 
-    @property
-    def mapped(self) -> bool:
-        """Whether the memory is still mapped here."""
-        return self.mapping.mapped
-
     async def wait_unmapped(self, seconds_max: float) -> None:
         """Wait until the memory is unmapped, for `seconds_max` at most."""
         with anyio.move_on_after(seconds_max):
             # Unmapping may end in a thread, which cannot set an event of the loop.
-            while self.mapped:  # noqa: ASYNC110
+            while self.mapping.mapped:  # noqa: ASYNC110
                 await anyio.sleep(UNMAPPED_POLL_SECONDS)
 
     def _unmap_if_idle(self) -> None:

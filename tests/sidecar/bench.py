@@ -101,7 +101,7 @@ def new_bench() -> Iterator[Bench]:
     pool = np.zeros(SLOTS * rank.templates.slot_bytes, dtype=np.uint8)
     yield Bench(realms, realm, rank, memory, session, fence, view, pool, sessions)
     sessions.close(session)
-    assert not memory.mapped
+    assert not memory.mapping.mapped
     realms.close()
     fence.close()
     os.close(memory_fd)

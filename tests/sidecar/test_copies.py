@@ -30,7 +30,7 @@ from tiers.store.client import run_to_end
 
 
 def is_mapped(bench: Bench) -> bool:
-    return bench.memory.mapped
+    return bench.memory.mapping.mapped
 
 
 @asynccontextmanager
@@ -213,7 +213,7 @@ async def test_end_of_session_revokes_what_has_not_started(bench: Bench) -> None
         work.drop(bench.session)
         assert set((await bench.wait(2)).values()) == {Outcome.REVOKED}
         assert work.pending == 0
-        assert not bench.memory.mapped
+        assert not bench.memory.mapping.mapped
 
 
 async def test_memory_stays_while_a_copy_uses_it(bench: Bench) -> None:
@@ -235,4 +235,4 @@ async def test_idle_copier_holds_no_memory(bench: Bench) -> None:
         await bench.wait(2)
         await until(lambda: work.pending == 0)
         bench.sessions.close(bench.session)
-        assert not bench.memory.mapped, "copier and thread are idle, and must have let go"
+        assert not bench.memory.mapping.mapped, "copier and thread are idle, and must have let go"
