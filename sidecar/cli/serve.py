@@ -76,7 +76,7 @@ def _signal_at_parents_end(number: int) -> None:
 
 def _stop_with_last_run(parent_pid: int, info: ServerInfo) -> None:
     """Drain when the parent has ended and no other `kvlake run` has joined."""
-    from sidecar.cli.run.supervised import POLL_SECONDS, has_joined
+    from sidecar.cli.run import POLL_SECONDS, has_joined
 
     while os.getppid() == parent_pid or has_joined(info.attach_path.parent):
         time.sleep(POLL_SECONDS)

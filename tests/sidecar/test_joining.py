@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sidecar.cli.run.supervised import has_joined, is_locked, listener
+from sidecar.cli.run import has_joined, is_locked, listener
 from sidecar.exits import Exit
 from tests import places
 

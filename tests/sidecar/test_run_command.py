@@ -17,9 +17,8 @@ from vllm.config.kv_events import KVEventsConfig
 
 from sidecar.app import ANNOUNCE_SECONDS_MAX, HANGING_SECONDS_MAX, STORE_CLOSE_SECONDS_MAX
 from sidecar.cli.console import CommandError
-from sidecar.cli.run import run, serve_command
+from sidecar.cli.run import DRAIN_GRACE_SECONDS, run, serve_command
 from sidecar.cli.run.engine_command import misfit, transfer_config, with_connector, with_events
-from sidecar.cli.run.supervised import DRAIN_GRACE_SECONDS
 from sidecar.config.model import Config, loads
 from sidecar.config.sections import EventsSettings
 from sidecar.exits import LEAVE_SECONDS_MAX
@@ -243,8 +242,7 @@ LAUNCH = """
 import signal, sys
 from sidecar.config.model import loads
 from sidecar.cli.console import CommandError
-from sidecar.cli.run import run
-from sidecar.cli.run.supervised import FORWARDED
+from sidecar.cli.run import FORWARDED, run
 from tests import places
 IGNORED = [int(number) for number in sys.argv.pop(1).split()]
 for number in FORWARDED:

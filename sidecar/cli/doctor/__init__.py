@@ -35,13 +35,13 @@ from sidecar.cli.doctor.node import (
     store_finding,
     warning,
 )
+from sidecar.cli.run import listener
 from sidecar.cli.run.engine_command import (
     BLOCK_TOKENS_STEP,
     CONNECTOR,
     check_command,
     own_chunk_tokens,
 )
-from sidecar.cli.run.supervised import listener
 from sidecar.config.model import Config
 from sidecar.exits import Exit
 from sidecar.logs import LOGGER
