@@ -134,6 +134,7 @@ def _add_process_commands(commands: _Commands) -> None:
         "engine from host memory and from a bucket. Runs on this machine, without a GPU.",
         parents=[_JSON],
     )
+    demo.set_defaults(module="sidecar.demo.scenes")
     demo.add_argument(
         "--model-only",
         metavar="DIR",

@@ -1,4 +1,4 @@
-"""The demo's scenes, and their results as lines of a table.
+"""`kvlake demo`: its scenes in a folder of their own, with a table of results, or its model alone.
 
 Each scene sends the same prompt to a real vLLM engine under other circumstances. It compares the
 log probabilities of the generated tokens with those of the engine's own prefix hit of as many
@@ -9,8 +9,13 @@ load, so that a load that copies nothing is noticed.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import random
+import shutil
+import signal
 import sys
+import tempfile
 import time
 from collections.abc import Generator
 from contextlib import AbstractContextManager
@@ -18,9 +23,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from sidecar.cli.console import CommandError, Options, complain, say
 from sidecar.demo.engine import DemoEngine, Generation
 from sidecar.demo.model import WORDS, write_model
-from sidecar.demo.processes import DemoSidecar, has_s3_server, s3_bucket
+from sidecar.demo.processes import DemoSidecar, ProcessFailed, has_s3_server, s3_bucket
+from sidecar.exits import Exit
 
 PROMPT_TOKENS: Final = 3000
 HOST_SIZE: Final = "512MiB"
@@ -33,6 +40,45 @@ SCENES: Final = {
     "other_cluster_hit": "the store that two clusters share, a sidecar with its own memory",
     "sidecar_killed": "SIGKILL to the sidecar while the request runs",
 }
+
+
+def main(options: Options) -> Exit:
+    """Run the demo, or only write its model. The folder is removed unless something failed."""
+    if options.model_only is not None:
+        try:
+            path = write_model(options.model_only)
+        except OSError as error:
+            raise CommandError(
+                f"--model-only {options.model_only}: {error.strerror}; name a folder that exists "
+                "or can be created"
+            ) from error
+        say(f"kvlake run -- vllm serve {path} --dtype bfloat16 --block-size 32")
+        return Exit.OK
+
+    def end(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    # As Ctrl-C does: its engines, servers and folder are removed first.
+    signal.signal(signal.SIGTERM, end)
+    folder = Path(tempfile.mkdtemp(prefix="kvlake-demo-"))
+    demo, problem = Demo(folder, Output(quiet=options.json)), ""
+    try:
+        demo.run()
+        if not demo.results.good:
+            problem = "a scene failed"
+    except ProcessFailed as error:
+        problem = str(error)
+    except (KeyboardInterrupt, SystemExit):
+        # Who ends it does not look for logs.
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    if options.json:
+        say(json.dumps(dataclasses.asdict(demo.results)))
+    if problem:
+        complain(f"{problem}\nlogs are in {folder}", "\nkvlake demo failed")
+        return Exit.NO
+    shutil.rmtree(folder, ignore_errors=True)
+    return Exit.OK
 
 
 @dataclass(slots=True)
