@@ -100,27 +100,16 @@ class MemfdAllocation(TorchFunctionMode):
         return tensor
 
 
+@dataclass(slots=True, eq=False)
 class ExportedMemory:
     """KV memory with its layouts, its description for the wire, and a descriptor if it has one."""
 
-    def __init__(
-        self,
-        fd: int,
-        size_bytes: int,
-        layout: KVLayout,
-        others: Sequence[KVLayout] = (),
-        *,
-        shared: Memory | None = None,
-        new_fence: Callable[[], WorkerFence] = WorkerFence,
-    ) -> None:
-        self.fd = fd
-        self.size_bytes = size_bytes
-        self.layout = layout
-        self.layouts = (layout, *others)
-        """One of each KV cache group."""
-        self.shared = shared or Memory(KIND_MEMFD, size_bytes)
-        self.new_fence = new_fence
-        """Makes a fence page for one attempt to attach."""
+    fd: int
+    shared: Memory
+    layouts: Sequence[KVLayout]
+    """One of each KV cache group."""
+    new_fence: Callable[[], WorkerFence] = WorkerFence
+    """Makes a fence page for one attempt to attach."""
 
     @property
     def fds(self) -> list[int]:
@@ -187,8 +176,8 @@ def export(
             "supported release, or remove the kv connector from this engine"
         )
     size_bytes = allocation.size_bytes
-    layout, *others = [_layout(group, allocation.address, size_bytes) for group in groups]
-    return ExportedMemory(allocation.fd, size_bytes, layout, others)
+    layouts = [_layout(group, allocation.address, size_bytes) for group in groups]
+    return ExportedMemory(allocation.fd, Memory(KIND_MEMFD, size_bytes), layouts)
 
 
 def _export_gpu(groups: Sequence[GroupTensors], stream: Callable[[], int]) -> ExportedMemory:
@@ -205,14 +194,8 @@ def _export_gpu(groups: Sequence[GroupTensors], stream: Callable[[], int]) -> Ex
             os.close(found.fd)
         raise
     kind = KIND_CUDA_IPC if found.handle else KIND_CUDA_VMM
-    return ExportedMemory(
-        found.fd,
-        found.size_bytes,
-        layouts[0],
-        layouts[1:],
-        shared=Memory(kind, found.size_bytes, found.device_uuid, found.handle),
-        new_fence=lambda: StreamFence(found.context, stream),
-    )
+    memory = Memory(kind, found.size_bytes, found.device_uuid, found.handle)
+    return ExportedMemory(found.fd, memory, layouts, lambda: StreamFence(found.context, stream))
 
 
 def _layout(group: GroupTensors, base: int, size_bytes: int) -> KVLayout:

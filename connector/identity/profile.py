@@ -142,7 +142,7 @@ class EngineProfile:
         layouts: Sequence[KVLayout | None] = [None] * len(self.groups)
         if exported is not None:
             layouts = exported.layouts
-            parts |= {"segment": exported.layout.segment, "layout": exported.layout}
+            parts |= {"segment": layouts[0].segment, "layout": layouts[0]}
         return Attach(
             version=PROTOCOL_VERSION,
             role=role,

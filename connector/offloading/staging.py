@@ -33,7 +33,15 @@ from connector.export import ExportedMemory
 from connector.identity.keys import NO_PARENT
 from connector.plan import Load, StepPlan, Store
 from connector.worker import WorkerRole
-from sidecar.protocol import JOBS_PER_MESSAGE_MAX, LoadChunk, LoadJob, StoreChunk, StoreJob
+from sidecar.protocol import (
+    JOBS_PER_MESSAGE_MAX,
+    KIND_MEMFD,
+    LoadChunk,
+    LoadJob,
+    Memory,
+    StoreChunk,
+    StoreJob,
+)
 from tiers.kv.layout import CONTENT_BYTES_MAX, ROW_ENCODING, KVLayout, Segment
 from tiers.kv.memfd import keep_out_of_dumps, sealed_memfd
 
@@ -130,7 +138,7 @@ class Staging:
         self._stores: dict[int, list[StagedTransfer]] = {}
         self._finished: list[Batch] = []
         self._next_id = 1
-        self._role = make_role(ExportedMemory(fd, layout.size_bytes, layout))
+        self._role = make_role(ExportedMemory(fd, Memory(KIND_MEMFD, layout.size_bytes), [layout]))
 
     def begin(
         self, batch_id: int, rows: Sequence[StagedRow], *, is_load: bool, seconds_max: float

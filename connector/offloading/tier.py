@@ -195,7 +195,7 @@ class KVLakeTier(SecondaryTierManager):
             return client
 
         def describe(memory: ExportedMemory) -> Attach:
-            layout, shared = memory.layout, memory.shared
+            layout, shared = memory.layouts[0], memory.shared
             return attach(role=Role.WORKER, segment=layout.segment, layout=layout, memory=shared)
 
         num_rows = max(STAGING_ROWS_MIN, min(len(region), STAGING_BYTES // self._row_bytes))

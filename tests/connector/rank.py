@@ -18,7 +18,7 @@ from connector.client import Attempt, Client
 from connector.export import ExportedMemory
 from connector.vllm import KVLakeConnector
 from connector.worker import WorkerRole
-from sidecar.protocol import Attach, Role
+from sidecar.protocol import KIND_MEMFD, Attach, Memory, Role
 from tests.connector.configurations import BLOCK_TOKENS, kv_cache_config
 from tests.connector.content import Block
 from tests.connector.double import Clock, DoubleClient, session_of
@@ -67,7 +67,9 @@ class Rank:
             size_bytes=num_blocks * 256,
         )
         others = [layout] * (len(specs) - 1)
-        exported = ExportedMemory(os.memfd_create("kv"), layout.size_bytes, layout, others)
+        exported = ExportedMemory(
+            os.memfd_create("kv"), Memory(KIND_MEMFD, layout.size_bytes), [layout, *others]
+        )
         self.role = WorkerRole(lambda: exported, self._make_client, self._describe, clock=clock)
         self.adapters: dict[int, Any] = {}
         """What vLLM has in memory of LoRA adapters, the least recently used first."""

@@ -37,7 +37,7 @@ def whole(caches: dict[str, torch.Tensor]) -> list[GroupTensors]:
 
 def through(memory: ExportedMemory) -> npt.NDArray[np.uint8]:
     """The memory as another process sees it."""
-    return np.frombuffer(mmap.mmap(os.dup(memory.fd), memory.size_bytes), dtype=np.uint8)
+    return np.frombuffer(mmap.mmap(os.dup(memory.fd), memory.shared.size_bytes), dtype=np.uint8)
 
 
 def check_shared(memory: ExportedMemory, caches: dict[str, torch.Tensor]) -> None:
@@ -47,7 +47,7 @@ def check_shared(memory: ExportedMemory, caches: dict[str, torch.Tensor]) -> Non
         for block, head, token in ((0, 0, 0), (BLOCKS - 1, HEADS - 1, TOKENS - 1), (2, 1, 7)):
             values = torch.arange(CONTENT, dtype=torch.int16) + 100 * layer + block
             tensor[block, head, token] = values.view(DTYPE)
-            offset = offset_of(memory.layout, layer, block, head, token)
+            offset = offset_of(memory.layouts[0], layer, block, head, token)
             piece = seen[offset : offset + 2 * CONTENT].view(np.int16)
             assert piece.tolist() == values.tolist()
             # And the other way: what a load writes is what the engine reads.
@@ -136,9 +136,9 @@ class TestMemfdAllocation:
         assert allocation.fd >= 0, "vLLM's KV cache is no longer one torch.zeros of int8"
         memory = export(whole(caches), allocation)
         assert memory.fd == allocation.fd
-        assert memory.layout.num_blocks == BLOCKS
-        assert memory.layout.block_tokens == 32
-        assert memory.layout.size_bytes >= size
+        assert memory.layouts[0].num_blocks == BLOCKS
+        assert memory.layouts[0].block_tokens == 32
+        assert memory.layouts[0].size_bytes >= size
         memory.close()
 
 
@@ -153,9 +153,8 @@ def test_groups_that_lie_over_each_other() -> None:
     over = [torch.as_strided(buffer.view(DTYPE), shape, strides, layer * 640) for layer in (0, 2)]
     groups = [*whole(caches), GroupTensors(over, Segment(0, 2, 0, 1), "other")]
     memory = export(groups, allocation)
-    assert memory.layouts[0] == memory.layout
     assert memory.layouts[1].block_tokens == 24
-    assert memory.layouts[1].size_bytes == memory.layout.size_bytes
+    assert memory.layouts[1].size_bytes == memory.layouts[0].size_bytes
     over[1][3, 0, 23] = 1.0
     place = offset_of(memory.layouts[1], 1, 3, 0, 23)
     assert (

@@ -260,13 +260,13 @@ def test_only_the_state_of_a_padded_page_is_copied() -> None:
     ]
     segment = Segment(0, layers, 0, 1)
     exported = export([GroupTensors(views, segment, "state", BLOCK_TOKENS)], allocation)
-    layout = exported.layout
+    layout = exported.layouts[0]
     assert (layout.block_tokens, layout.entry_tokens) == (BLOCK_TOKENS, BLOCK_TOKENS)
     chunk = layout.chunk(1)
     assert chunk.payload_bytes(1) == layers * spec.state_content_size_bytes
     assert chunk.shape(1) == (1, layers, 1, 1, spec.state_content_size_bytes)
     before = buffer.clone()
-    memory = np.zeros(exported.size_bytes, dtype=np.uint8)
+    memory = np.zeros(exported.shared.size_bytes, dtype=np.uint8)
     memory[: buffer.numel()] = buffer.numpy().view(np.uint8)
     payload = np.zeros(chunk.payload_bytes(1), dtype=np.uint8)
     plan = CopyPlan(layout)

@@ -243,11 +243,11 @@ def test_mla_is_exported_with_or_without_an_axis_of_heads(squeezed: bool) -> Non
     tensors = [view.squeeze(1) if squeezed else view for view in views]
     group = GroupTensors(tensors, Segment(0, LAYERS, 0, 1), "cpu-x86-mla+token")
     memory = export([group], allocation)
-    assert memory.layout.content_bytes == 2 * LATENT
-    assert memory.layout.block_tokens == BLOCK_TOKENS
+    assert memory.layouts[0].content_bytes == 2 * LATENT
+    assert memory.layouts[0].block_tokens == BLOCK_TOKENS
     views[1][2, 0, 3] = torch.arange(LATENT).to(torch.bfloat16)
-    start = offset_of(memory.layout, 1, 2, 0, 3)
+    start = offset_of(memory.layouts[0], 1, 2, 0, 3)
     held = raw[start : start + 2 * LATENT].view(torch.bfloat16)
     assert torch.equal(held, views[1][2, 0, 3])
-    assert offset_of(memory.layout, 1, 0, 0, 0) == BLOCKS * page_bytes
+    assert offset_of(memory.layouts[0], 1, 0, 0, 0) == BLOCKS * page_bytes
     memory.close()

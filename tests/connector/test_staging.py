@@ -53,7 +53,7 @@ class World(WorkerSession):
         self.attach()
 
     def _role(self, memory: ExportedMemory) -> WorkerRole:
-        self.memory = mmap.mmap(os.dup(memory.fd), memory.size_bytes)
+        self.memory = mmap.mmap(os.dup(memory.fd), memory.shared.size_bytes)
         return WorkerRole(lambda: memory, self.make_client, self.describe, clock=self.clock)
 
     def begin(self, batch: int, rows: list[StagedRow], *, is_load: bool) -> None:

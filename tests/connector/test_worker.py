@@ -12,11 +12,13 @@ from connector.export import ExportedMemory
 from connector.plan import Load, StepPlan, Store
 from connector.worker import IDLE_WAIT_MS, WorkerRole
 from sidecar.protocol import (
+    KIND_MEMFD,
     Done,
     Error,
     JobOutcome,
     LoadChunk,
     LoadJob,
+    Memory,
     Outcome,
     StoreChunk,
     StoreJob,
@@ -61,7 +63,7 @@ class Rank(WorkerSession):
         self.attach()
 
     def export(self) -> ExportedMemory:
-        self.memory = ExportedMemory(os.memfd_create("kv"), 4096, LAYOUT)
+        self.memory = ExportedMemory(os.memfd_create("kv"), Memory(KIND_MEMFD, 4096), [LAYOUT])
         return self.memory
 
     @property

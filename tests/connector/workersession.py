@@ -41,8 +41,8 @@ class WorkerSession:
             block_tokens=self._block_tokens,
             blocks_per_chunk=self._blocks_per_chunk,
             pid=os.getpid(),
-            segment=memory.layout.segment,
-            layout=memory.layout,
+            segment=memory.layouts[0].segment,
+            layout=memory.layouts[0],
             memory=memory.shared,
         )
 

@@ -78,7 +78,7 @@ class Steps:
                 blocks_per_chunk=blocks_per_chunk,
                 pid=os.getpid(),
                 segment=self.layout.segment,
-                layout=exported.layout,
+                layout=exported.layouts[0],
                 memory=exported.shared,
             )
 

@@ -12,7 +12,7 @@ import numpy as np
 from connector.client import Attempt, Client
 from connector.export import ExportedMemory
 from connector.worker import WorkerRole
-from sidecar.protocol import Attach, Role
+from sidecar.protocol import KIND_MEMFD, Attach, Memory, Role
 from tests.simulation.clock import Violation
 from tests.simulation.content import BLOCK_TOKENS, POISON, Words
 from tests.simulation.wire import Wire
@@ -72,7 +72,9 @@ class Rank:
         self.kv = self.views[0]
         if engine.pool.null.is_null:
             self.kv[0] = POISON
-        exported = ExportedMemory(self.fd, self.layout.size_bytes, self.layout, others)
+        exported = ExportedMemory(
+            self.fd, Memory(KIND_MEMFD, self.layout.size_bytes), [self.layout, *others]
+        )
         self.wire: Wire
         self.role = SimWorker(
             lambda: exported,

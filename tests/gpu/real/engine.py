@@ -98,7 +98,7 @@ def _key(*parts: object) -> bytes:
 def described() -> tuple[Memory, KVLayout]:
     """What this worker tells of its memory."""
     memory = engine.export()
-    return memory.shared, memory.layout
+    return memory.shared, memory.layouts[0]
 
 
 def refusal() -> str:
@@ -132,7 +132,9 @@ def round_trip(socket: str, name: str) -> tuple[str, int]:
     assert [cache.block(block) for blocks in TARGETS for block in blocks] == wanted
     assert cache.block(7) == wanted[2]
     assert others == {block: cache.block(block) for block in others}, "other blocks were written"
-    lead_bytes = engine.memory.layout.layer_offsets_bytes[0] - engine.layout.layer_offsets_bytes[0]
+    lead_bytes = (
+        engine.memory.layouts[0].layer_offsets_bytes[0] - engine.layout.layer_offsets_bytes[0]
+    )
     kind = engine.memory.shared.kind
     engine.detach()
     return kind, lead_bytes
