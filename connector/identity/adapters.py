@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from connector.identity.weights import AdapterFiles, WeightsUnknown, read_adapter, same_adapter
+from connector.identity.weights import AdapterFiles, WeightsUnknown, read_adapter
 
 logger = logging.getLogger("vllm.kvlake")
 
@@ -111,12 +111,10 @@ class Adapters:
     def _files(self, lora: Any) -> str | None:
         """The files of an adapter as they are now; None if that ended its caching."""
         place = (lora.lora_name, lora.lora_path, int(lora.lora_int_id))
-        known = self._read.get(place)
-        if known is not None and same_adapter(known):
-            return files_identity(known.digest, lora)
         if getattr(lora, "tensorizer_config_dict", None):
             raise WeightsUnknown("its tensors are streamed from elsewhere")
-        found = self._read[place] = read_adapter(lora.lora_path)
+        known = self._read.get(place)
+        found = self._read[place] = read_adapter(lora.lora_path, known)
         files = files_identity(found.digest, lora)
         unchanged = known is None or known.digest == found.digest
         if unchanged or lora.load_inplace or self._replaced(place[2], files):
@@ -156,12 +154,10 @@ class LoadedAdapters:
         """The files of an adapter before vLLM reads them; None if they cannot be told."""
         path = str(lora.lora_path)
         try:
-            known = self._read.get(path)
-            if known is None or not same_adapter(known):
-                known = self._read[path] = read_adapter(path)
+            found = self._read[path] = read_adapter(path, self._read.get(path))
         except (WeightsUnknown, OSError):
             return None
-        return known
+        return found
 
     def note(self, lora: Any, before: AdapterFiles | None) -> None:
         """Take in that vLLM has read an adapter; `before` is from `begin`."""

@@ -133,31 +133,27 @@ def _other_models(hf_config: Any, *, sampled: bool) -> dict[str, str]:
 class AdapterFiles:
     """The files of a LoRA adapter, as they were when they were read."""
 
-    path: str
     digest: str
     stamps: list[str]
     """Empty if a later change might not have shown in them."""
 
 
-def read_adapter(path: str) -> AdapterFiles:
-    """Read all files of an adapter.
+def read_adapter(path: str, known: AdapterFiles | None = None) -> AdapterFiles:
+    """Read all files of an adapter; `known` is what they were, and is kept if they are unchanged.
 
     Raises `WeightsUnknown`, and `OSError` if they cannot be read, or change meanwhile.
     """
     began = time.time()
     folder, found = _adapter_files(path)
     stamps = _stamps(found)
+    if known is not None and known.stamps == stamps:
+        return known
     # Not remembered: this runs in a scheduler's step, which must not wait for another process.
     digest = _digest_of(folder, found, remember=False)
     again, found = _adapter_files(path)
     if again != folder or _stamps(found) != stamps:
         raise OSError(f"{path} was changed while it was read")
-    return AdapterFiles(path, digest, stamps if stamps_settled(stamps, began) else [])
-
-
-def same_adapter(files: AdapterFiles) -> bool:
-    """Whether its files are known to be unchanged; for each request. Raises as `read_adapter`."""
-    return bool(files.stamps) and _stamps(_adapter_files(files.path)[1]) == files.stamps
+    return AdapterFiles(digest, stamps if stamps_settled(stamps, began) else [])
 
 
 def _stamps(found: list[tuple[Path, bool]]) -> list[str]:
