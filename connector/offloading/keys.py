@@ -48,7 +48,8 @@ class ChunkKeys:
         self.owner = f"{TIERS_OWNER}{self.digest.hex()[:16]}"
         """The owner of these chunks in events."""
         self._remembers = remembers
-        self._generation = b""
+        self._generation = bytes(4)
+        """The part of keys that is random after a reset, behind its length."""
         self._known: dict[bytes, OffloadKey] = {}
         """VLLM's names by the start of their keys."""
         self._published: dict[tuple[bytes, str], OffloadKey] = {}
@@ -59,11 +60,7 @@ class ChunkKeys:
 
     def key_of(self, name: OffloadKey) -> bytes:
         """The key of a chunk. If the chunk is held and had no name, this publishes it."""
-        hasher = hashlib.sha256(_KEY_DOMAIN)
-        hasher.update(self.digest)
-        hasher.update(len(self._generation).to_bytes(4, "little") + self._generation)
-        hasher.update(name)
-        key = hasher.digest()
+        key = hashlib.sha256(_KEY_DOMAIN + self.digest + self._generation + name).digest()
         if self._remembers:
             start = key[:EVENT_NAME_BYTES]
             self._known.pop(start, None)
@@ -76,7 +73,7 @@ class ChunkKeys:
 
     def forget(self) -> None:
         """Begin a new generation of keys: nothing from before is found. Publish all as removed."""
-        self._generation = os.urandom(16)
+        self._generation = (16).to_bytes(4, "little") + os.urandom(16)
         for (_, tier), name in self._published.items():
             self._publish(name, tier, removed=True)
         for forgotten in (self._known, self._published, self.unnamed):
