@@ -11,6 +11,7 @@ answer has at most `LIMIT_MAX` chunks. Cache salts and token ids are in no answe
 from __future__ import annotations
 
 import asyncio
+import bisect
 import dataclasses
 import json
 import re
@@ -123,7 +124,6 @@ class HostContents:
         name, realms = self._namespace(query.namespace)
         tenant = self._tenant(query.tenant)
         found: list[tuple[str, Chunk]] = []
-        more = False
         async with self._lock:
             async for chunk in self._chunks(realms):
                 # Two realms of a namespace may each have a chunk with this key.
@@ -132,17 +132,17 @@ class HostContents:
                     continue
                 if tenant is not None and chunk.tenant != tenant:
                     continue
-                found.append((place, chunk))
-                if len(found) >= 2 * LIMIT_MAX:
-                    found, more = _first(found, query.limit), True
-        kept = _first(found, query.limit)
+                bisect.insort(found, (place, chunk))
+                # One more than is asked for, to know whether there are more.
+                del found[query.limit + 1 :]
+        kept = found[: query.limit]
         # Chunks that were evicted since are left out, so the list may be empty.
         chunks = [self._chunk(chunk) for _, chunk in kept if _held(chunk)]
         return {
             **_describe(name, realms),
             "chunks": chunks,
             "last": kept[-1][0] if kept else "",
-            "more": more or len(found) > len(kept),
+            "more": len(found) > len(kept),
         }
 
     async def _chunks(self, realms: Iterable[RealmLayout]) -> AsyncIterator[Chunk]:
@@ -212,10 +212,6 @@ def _held(chunk: Chunk) -> bool:
 
 def _size_bytes(chunk: Chunk) -> int:
     return sum(one.slot_bytes for one in chunk.segments if one.state is SegmentState.HOST)
-
-
-def _first(found: list[tuple[str, Chunk]], limit: int) -> list[tuple[str, Chunk]]:
-    return sorted(found, key=lambda one: one[0])[:limit]
 
 
 def _describe(name: str, realms: list[RealmLayout]) -> Document:
