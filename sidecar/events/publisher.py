@@ -2,7 +2,7 @@
 
 Owns the sequence numbers, the batches kept for replay, the translation of changes of the directory
 into events, and snapshots of what is cached. Does not own sockets (`sockets.py`), nor the blocks of
-engines' own caches (`engine_mirror.py`).
+engines' own caches (`engine_feed.py`).
 
 Invariants: numbers grow by one from batch to batch, and from one epoch of the sidecar to the next,
 whose first batch clears everything; a batch is published after its changes, and the events of one
@@ -26,8 +26,7 @@ from sidecar.config.sections import EventsSettings
 from sidecar.core.directory import ZERO_KEY, Chunk, Directory, FlagChange, SegmentState
 from sidecar.core.directory import Realm as Held
 from sidecar.core.stored_table import Keys, key_list
-from sidecar.events.engine_mirror import HASHES_PER_EVENT_MAX, parts
-from sidecar.events.engine_subscriber import EngineFeed
+from sidecar.events.engine_feed import HASHES_PER_EVENT_MAX, EngineFeed, parts
 from sidecar.events.records import (
     LOCAL,
     MEDIUM_CPU,

@@ -20,7 +20,7 @@ import zmq
 from sidecar.config.sections import EventsSettings
 from sidecar.core.directory import Directory
 from sidecar.events import records as kvevents
-from sidecar.events.engine_mirror import EngineBlocks, event_of_block
+from sidecar.events.engine_feed import EngineBlocks, event_of_block
 from sidecar.events.publisher import EVENTS_PER_BATCH_MAX, EventStream
 from sidecar.events.records import name_of
 from sidecar.protocol import HITS_OWNER, Outcome, Role
