@@ -127,7 +127,8 @@ def connect(paths: tuple[str, ...]) -> socket.socket:
 class Client:
     """Attaches to the sidecar at the first path that accepts, and again whenever it comes back.
 
-    `make_attempt` builds message and descriptors of each attempt, on the thread.
+    `make_attempt` builds message and descriptors of each attempt, on the thread. Waits up to
+    `attach_seconds` for the first session: for the start of an engine, never in a step.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class Client:
         paths: tuple[str, ...],
         make_attempt: Callable[[], Attempt],
         *,
+        attach_seconds: float = 0.0,
         retry_seconds: float = 0.2,
     ) -> None:
         self._paths = paths
@@ -157,6 +159,7 @@ class Client:
         self._pid = os.getpid()
         self.thread = threading.Thread(target=self._run, name="kvlake-attach", daemon=True)
         self.thread.start()
+        self.wait_attached(attach_seconds)
 
     # --- the engine's thread -------------------------------------------------------------------
 
@@ -179,7 +182,7 @@ class Client:
         return current
 
     def wait_attached(self, seconds: float) -> bool:
-        """Wait for the first session. For the start of an engine, never in a step."""
+        """Wait for the first session."""
         return self._attached_once.wait(seconds)
 
     def send(self, session: SidecarSession, message: ClientMessage) -> bool:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -99,18 +100,17 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         self._publishes_hits = False
         self._adapters = LoadedAdapters()
         self._weights = WeightChanges()
-        if role == KVConnectorRole.WORKER and vllm_config.lora_config is not None:
+        transfer: Any = vllm_config.kv_transfer_config
+        schedules = role == KVConnectorRole.SCHEDULER
+        if schedules:
+            log_unknown_options(transfer.kv_connector_extra_config, CONNECTOR_OPTIONS)
+        elif vllm_config.lora_config is not None:
             watch_adapter_loads(self._adapters)
-        if role == KVConnectorRole.SCHEDULER and vllm_config.kv_transfer_config is not None:
-            extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-            log_unknown_options(extra, CONNECTOR_OPTIONS)
         self._engine = EngineProfile(vllm_config, kv_cache_config)
-        if self._engine.refusal:
-            if role == KVConnectorRole.SCHEDULER:
-                logger.warning(UNCACHED, self._engine.refusal)
-                self._notify_uncached(self._engine.reason, self._engine.refusal)
-        elif role == KVConnectorRole.SCHEDULER:
-            transfer: Any = vllm_config.kv_transfer_config
+        if schedules and self._engine.refusal:
+            logger.warning(UNCACHED, self._engine.refusal)
+            self._notify_uncached(self._engine.reason, self._engine.refusal)
+        elif schedules:
             outer = multi_connector_transfer()
             self._beside_others = outer is not None
             # Both before vLLM goes on: it reads the policy that this sets.
@@ -175,9 +175,8 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             rank = engine.parallel_layout.this_rank()
             return engine.attach(Role.WORKER, rank, exported, memory=exported.shared)
 
-        self._worker = WorkerRole(
-            share, lambda attempt: self._attached(Client(engine.sockets, attempt)), describe
-        )
+        make_client = partial(Client, engine.sockets, attach_seconds=engine.attach_seconds)
+        self._worker = WorkerRole(share, make_client, describe)
         self._notify_refused_worker()
 
     def _notify_refused_worker(self) -> None:
@@ -202,10 +201,6 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.restore()
             self._notify_refused_worker()
-
-    def _attached(self, client: Client) -> Client:
-        client.wait_attached(self._engine.attach_seconds)
-        return client
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing: loads are sent with the step's stores in `wait_for_save`."""
@@ -260,7 +255,8 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         endpoint, replay = events_endpoints(events, index)
         parts: dict[str, Any] = {"events_endpoint": endpoint, "events_replay": replay}
         attach = engine.attach(Role.SCHEDULER, 0, want_events=self._wants_events, **parts)
-        client = self._attached(Client(engine.sockets, lambda: Attempt(attach)))
+        wait_seconds = engine.attach_seconds
+        client = Client(engine.sockets, lambda: Attempt(attach), attach_seconds=wait_seconds)
         if engine.media_refusal:
             logger.warning(
                 "kvlake: requests with images, audio or video are not cached, because %s",
@@ -359,7 +355,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         """Whether to keep stepping: blocks of open stores are not free yet."""
-        return self._scheduler is not None and self._scheduler.stores_outstanding > 0
+        return self._scheduler is not None and bool(self._scheduler.stores.jobs)
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -183,16 +183,12 @@ class KVLakeTier(SecondaryTierManager):
             events_replay=events_replay,
         )
         sockets = sockets_of(socket)
-        self.client = Client(sockets, lambda: Attempt(scheduler))
         # Before the first request, so that a running sidecar serves that too.
         wait_seconds = option({"attach_seconds": attach_seconds}, "attach_seconds", 2.0)
-        if not self.client.wait_attached(wait_seconds):
+        self.client = Client(sockets, lambda: Attempt(scheduler), attach_seconds=wait_seconds)
+        if self.client.session is None:
             wait_seconds = 0.0
-
-        def connect(make_attempt: Callable[[], Attempt]) -> Client:
-            client = Client(sockets, make_attempt)
-            client.wait_attached(wait_seconds)
-            return client
+        connect = partial(Client, sockets, attach_seconds=wait_seconds)
 
         def describe(memory: ExportedMemory) -> Attach:
             layout, shared = memory.layouts[0], memory.shared

@@ -273,7 +273,7 @@ class SchedulerRole:
         self.requests.ended.clear()
         plan.retired = self.retired
         plan.weight_changes = self._weight_changes
-        plan.waiting = bool(self.pending.pending or self.loading or self.stores_outstanding)
+        plan.waiting = bool(self.pending.pending or self.loading or self.stores.jobs)
         return plan
 
     def request_finished(
@@ -307,11 +307,6 @@ class SchedulerRole:
         self.requests.adapters.loaded(report.adapters)
         if report.weights_changed:
             self.weights_changed()
-
-    @property
-    def stores_outstanding(self) -> int:
-        """Store jobs whose blocks are still held."""
-        return len(self.stores.jobs)
 
     def reset(self) -> None:
         """Hide everything cached so far from this engine; what it stored before ages out."""

@@ -44,9 +44,6 @@ class DoubleClient:
     def session(self) -> SidecarSession | None:
         return self.live
 
-    def wait_attached(self, seconds: float) -> bool:
-        return self.live is not None
-
     def send(self, session: SidecarSession, message: ClientMessage) -> bool:
         if session is not self.live or not self.accepting:
             return False

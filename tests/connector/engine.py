@@ -67,7 +67,7 @@ class Engine:
         if any(isinstance(spec, MambaSpec) for spec in self.specs):
             # What vLLM sets of a model with recurrent layers; ours has none.
             config.cache_config.mamba_cache_mode = "align"
-        with places.patched("Client", lambda *_: self.client):
+        with places.patched("Client", lambda *_, **_options: self.client):
             self.scheduler = scheduler_class(
                 config,
                 kv_cache_config(num_blocks, ranks, specs, stages, retention=retention),
@@ -268,7 +268,7 @@ class Engine:
         assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
         assert all(block.ref_cnt == 0 for block in self.pool.blocks if not block.is_null)
         role = self.role
-        assert role.stores_outstanding == 0
+        assert len(role.stores.jobs) == 0
         assert not role.stores.keys
         assert not role.requests
         assert not role.pending.pending

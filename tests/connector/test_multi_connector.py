@@ -282,5 +282,5 @@ def test_a_lone_connector_stores_in_the_first_step(make: Callable[..., Engine]) 
     engine = make()
     engine.add(request_of("a", PROMPT, max_tokens=9))
     engine.step()
-    assert engine.role.stores_outstanding
+    assert engine.role.stores.jobs
     engine.settle()

@@ -40,7 +40,7 @@ class TestPreemption:
     def test_held_blocks_outlive_it(self, engine: Engine) -> None:
         request = engine.add(request_of("a", PROMPT, max_tokens=20))
         engine.step()
-        assert engine.role.stores_outstanding
+        assert engine.role.stores.jobs
         engine.scheduler.running.remove(request)
         engine.scheduler._preempt_request(request, 0.0)  # noqa: SLF001 (of vLLM)
         # Its stores were computed before; their blocks stay until they are copied.

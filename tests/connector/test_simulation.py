@@ -101,7 +101,7 @@ class Life:
         tables = scheduler.kv_cache_manager
         waiting = set(scheduler.requests) - {request.request_id for request in scheduler.running}
         held = any(tables.get_block_ids(request_id)[0] for request_id in waiting)
-        return not held and not self.engine.role.stores_outstanding
+        return not held and not self.engine.role.stores.jobs
 
     def live(self) -> None:
         engine = self.engine

@@ -103,7 +103,7 @@ class TestStores:
     def test_a_sidecar_that_dies_gives_them_back(self, engine: Engine) -> None:
         engine.add(request_of("a", PROMPT, max_tokens=1))
         engine.step()
-        assert engine.role.stores_outstanding
+        assert engine.role.stores.jobs
         engine.sidecar.detach()
         engine.step()
         engine.check_idle()
@@ -129,7 +129,7 @@ class TestStores:
             engine.add(request_of(f"r{number}", [number] * 200, max_tokens=1))
         for _ in range(3):
             engine.step()
-        assert engine.role.stores_outstanding == 2
+        assert len(engine.role.stores.jobs) == 2
         assert total(taken, "stores_skipped") > 0
         engine.settle()
         engine.check_idle()
@@ -141,7 +141,7 @@ class TestStores:
         places.patch(monkeypatch, "JOB_BYTES_MAX", 1_000)
         engine.add(request_of("a", PROMPT, max_tokens=1))
         engine.step()
-        assert engine.role.stores_outstanding == FULL // 2 + 1
+        assert len(engine.role.stores.jobs) == FULL // 2 + 1
         engine.settle()
         assert len(engine.sidecar.parts) == FULL + 1
         engine.check_idle()

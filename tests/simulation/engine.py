@@ -160,7 +160,7 @@ class SimEngine:
     @property
     def busy(self) -> bool:
         """Whether there is a reason to step."""
-        return bool(self.requests or self.role.stores_outstanding or self._freed_late)
+        return bool(self.requests or self.role.stores.jobs or self._freed_late)
 
     def _wake(self) -> None:
         if not self._stepping and not self.dead:
@@ -484,7 +484,7 @@ class SimEngine:
         ]
         return (
             f"{self.name} ({self.pool.num_free} of {self.num_blocks} blocks free, "
-            f"{self.role.stores_outstanding} stores): {'; '.join(requests)}"
+            f"{len(self.role.stores.jobs)} stores): {'; '.join(requests)}"
         )
 
     def check_idle(self) -> None:

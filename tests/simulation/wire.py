@@ -83,9 +83,6 @@ class Wire:
                 old.close()
         return current
 
-    def wait_attached(self, seconds: float) -> bool:
-        return self._offered is not None
-
     def send(self, session: SidecarSession, message: ClientMessage) -> bool:
         process = self._process
         if self.session is not session or process is None:
