@@ -28,7 +28,6 @@ import msgspec
 logger = logging.getLogger("vllm.kvlake")
 
 THREADS: Final = min(8, os.cpu_count() or 1)
-READ_BYTES: Final = 4 * 1024 * 1024
 LONG_BYTES: Final = 4 * 1024**3
 """From this size on the log reports the beginning and the end."""
 PROGRESS_SECONDS: Final = 10.0
@@ -80,14 +79,11 @@ def _read_all(paths: Sequence[Path]) -> list[str]:
 def file_digest(path: Path) -> str:
     """SHA-256 of the file. Raises `OSError` if it changes while it is read."""
     before = file_stamp(path)
-    hasher = hashlib.sha256()
-    buffer = memoryview(bytearray(READ_BYTES))
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            hasher.update(buffer[:count])
+        digest = hashlib.file_digest(file, "sha256")
     if file_stamp(path) != before:
         raise OSError(f"{path} was changed while it was read")
-    return hasher.hexdigest()
+    return digest.hexdigest()
 
 
 def file_stamp(path: Path) -> str:
