@@ -17,6 +17,7 @@ Invariants:
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import time
 from collections import deque
@@ -137,7 +138,7 @@ class Staging:
         self._loads: dict[int, StagedTransfer] = {}
         self._stores: dict[int, list[StagedTransfer]] = {}
         self._finished: list[Batch] = []
-        self._next_id = 1
+        self._new_id: Callable[[], int] = itertools.count(2).__next__
         self._role = make_role(ExportedMemory(fd, Memory(KIND_MEMFD, layout.size_bytes), [layout]))
 
     def begin(
@@ -285,7 +286,3 @@ class Staging:
         if not batch.left:
             batch.seconds = self._clock() - batch.started
             self._finished.append(batch)
-
-    def _new_id(self) -> int:
-        self._next_id += 1
-        return self._next_id
