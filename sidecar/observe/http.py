@@ -27,6 +27,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final, cast
 
 from aiohttp import web
+from prometheus_client import generate_latest
 
 from sidecar.config.sections import HttpSettings
 from sidecar.errors import StartError
@@ -268,7 +269,7 @@ async def _health(_: web.Request) -> web.StreamResponse:
 
 
 async def _metrics(documents: Documents, _: web.Request) -> web.Response:
-    body = redacted(documents.metrics.render().decode()).encode()
+    body = redacted(generate_latest(documents.metrics).decode()).encode()
     return web.Response(body=body, headers={"Content-Type": METRICS_TYPE})
 
 

@@ -18,7 +18,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -205,10 +204,6 @@ class SidecarMetrics(Collector):
         self._dispatcher = dispatcher
         self._watchdog = watchdog
         self._http_refused = http_refused
-
-    def render(self) -> bytes:
-        """All metrics in Prometheus' text format."""
-        return generate_latest(self)
 
     def collect(self) -> Iterator[Metric]:
         """Every metric, as of now."""
