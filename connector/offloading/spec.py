@@ -158,9 +158,8 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
         reason = no_tier_reason(vllm_config, len(self.config.groups), per_chunk)
         if self.config.parallel.rank == 0:
             tokens = self.config.groups[0].tokens_per_block
-            note: dict[str, Any] = {"refusal": reason, "tiers": False}
-            if not reason:
-                note = identity_note(vllm_config, tokens)
+            refused: dict[str, Any] = {"refusal": reason, "tiers": False}
+            note = refused if reason else identity_note(vllm_config, tokens)
             index = vllm_config.parallel_config.data_parallel_index
             endpoint, replay = events_endpoints(vllm_config.kv_events_config, index)
             note["events"] = {"events_endpoint": endpoint, "events_replay": replay}

@@ -84,8 +84,7 @@ class ListWriter:
     def open(self, head: Document, name: str, columns: str) -> None:
         """Begin: with JSON the fields before the list called `name`, else the column names."""
         if self._as_json:
-            fields = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-            say("{" + ", ".join([*fields, f"{json.dumps(name)}: ["]))
+            say(json.dumps({**head, name: []}).removesuffix("]}"))
         else:
             say(columns.rstrip())
 
@@ -101,8 +100,7 @@ class ListWriter:
     def close(self, tail: Document) -> None:
         """End: with JSON the fields after the list."""
         if self._as_json:
-            fields = [f", {json.dumps(key)}: {json.dumps(value)}" for key, value in tail.items()]
-            say("]" + "".join(fields) + "}")
+            say("], " + json.dumps(tail).removeprefix("{"))
         elif tail.get("more"):
             say("more than --limit; raise it, or narrow it with --key")
 
