@@ -123,10 +123,6 @@ class ExportedMemory:
             self.fd = -1
 
 
-def _current_stream() -> int:
-    return int(torch.cuda.current_stream().cuda_stream)
-
-
 @dataclass(frozen=True, slots=True)
 class GroupTensors:
     """One KV cache group on a worker.
@@ -147,7 +143,7 @@ def export(
     groups: Sequence[GroupTensors],
     allocation: MemfdAllocation | None,
     *,
-    stream: Callable[[], int] = _current_stream,
+    stream: Callable[[], int] = lambda: int(torch.cuda.current_stream().cuda_stream),
 ) -> ExportedMemory:
     """Describe and share the KV cache that vLLM registered; raises one of `EXPORT_FAULTS`.
 

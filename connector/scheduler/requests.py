@@ -254,10 +254,8 @@ class Requests(dict[str, RequestState]):
     ) -> None:
         super().__init__()
         self.adapters = Adapters(settings.world_size, self._void_adapter)
-        self._adapter_settings = settings.adapters
+        self._settings = settings
         self._prefix_cache = prefix_cache
-        self._caches_media = settings.caches_media
-        self._ahead_tokens = settings.speculation.ahead_tokens
         self._groups = groups
         self.ended: list[RequestState] = []
         """Requests that ended and whose last stores were not sent yet."""
@@ -273,7 +271,7 @@ class Requests(dict[str, RequestState]):
                 # Embeddings have no token ids to hash. The next input of a streaming session
                 # replaces tokens that were hashed already.
                 return None
-            if request.mm_features and not self._caches_media:
+            if request.mm_features and not self._settings.caches_media:
                 return None
             adapter = self.adapters.of(request.lora_request)
             if adapter is None:
@@ -282,7 +280,7 @@ class Requests(dict[str, RequestState]):
                 return None
             state = RequestState(
                 request,
-                self._group_states(request, adapter + self._adapter_settings * bool(adapter)),
+                self._group_states(request, adapter + self._settings.adapters * bool(adapter)),
                 tenant_id(request.cache_salt or ""),
                 adapter,
                 self._reader.read(request),
@@ -335,7 +333,7 @@ class Requests(dict[str, RequestState]):
                 group.geometry.block_tokens,
                 media,
                 beside=states[0].chain if states else None,
-                ahead_tokens=self._ahead_tokens,
+                ahead_tokens=self._settings.speculation.ahead_tokens,
             )
             states.append(GroupState(number, group.geometry, chain))
         return states
