@@ -253,7 +253,8 @@ class EngineBlocks:
         """Apply events of the engine; returns the events for subscribers."""
         changes: list[CacheEvent] = []
         batch = list(events)
-        if self._counts and any(_announces_hits(event) for event in batch):
+        hits = (isinstance(one, BlockRemoved) and one.ownership == HITS_OWNER for one in batch)
+        if self._counts and any(hits):
             self._counts = False
             self._held = {place: held._replace(copies=1) for place, held in self._held.items()}
         for event in batch:
@@ -319,10 +320,6 @@ def parts(items: Iterable[T], size: int) -> Iterator[list[T]]:
     iterator = iter(items)
     while part := list(itertools.islice(iterator, size)):
         yield part
-
-
-def _announces_hits(event: CacheEvent) -> bool:
-    return isinstance(event, BlockRemoved) and event.ownership == HITS_OWNER
 
 
 def event_of_block(event: BlockStored, position: int) -> BlockStored:
