@@ -24,7 +24,7 @@ import yaml
 import zmq
 
 from sidecar.cli import doctor
-from sidecar.cli.doctor.node import Check, CheckResult, startup_findings
+from sidecar.cli.doctor.node import Check, startup_findings
 from sidecar.config.model import Config, load, loads
 from sidecar.exits import Exit
 from sidecar.service.start_checks import allow_open_files, cgroup_room, machine_room, shortages
@@ -578,10 +578,10 @@ def test_a_sidecar_that_hangs_is_no_fault_of_the_port(
         config = load(world.config({"http": {"port": listening.getsockname()[1]}}))
         places.patch(monkeypatch, "STATUS_SECONDS_MAX", 0.01)
         lines = {one.about: one for one in startup_findings(config)}
-    assert CheckResult.FAIL not in {one.verdict for one in lines.values()}, lines
+    assert "fail" not in {one.verdict for one in lines.values()}, lines
     asked = lines["sidecar default"]
     assert (asked.verdict, "it runs (pid 77): no answer from" in asked.found) == (
-        CheckResult.WARN,
+        "warn",
         True,
     )
 
@@ -719,12 +719,12 @@ def found(config: Config, *command: str) -> dict[str, Check]:
 def test_what_an_engine_would_find_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     lines = found(loads("{}"))
-    assert {one.verdict for one in lines.values()} == {CheckResult.PASS}, lines
+    assert {one.verdict for one in lines.values()} == {"pass"}, lines
     assert re.match(r"vllm\S* 0\.\d+", lines["vLLM"].found)
     assert "/run/kvlake/default/attach.sock (" in lines["engines"].found
 
     elsewhere = found(loads(f"runtime: {{directory: {tmp_path}}}"))["engines"]
-    assert elsewhere.verdict is CheckResult.WARN
+    assert elsewhere.verdict == "warn"
     assert f"not in {tmp_path}/default/attach.sock" in elsewhere.found
     assert "`kvlake run` gives them the socket" in elsewhere.remedy
 
@@ -738,24 +738,24 @@ def test_a_sidecar_that_engines_find_first_is_told(
         sockets = (str(other.path), str(own.runtime.attach_path))
         places.patch(monkeypatch, "sockets_of", lambda _: sockets)
         line = found(own)["engines"]
-    assert line.verdict is CheckResult.WARN
+    assert line.verdict == "warn"
     assert f"{other.path} (a sidecar, pid {os.getpid()})" in line.found
     assert f": {other.path} comes before {own.runtime.attach_path}" in line.found
     line = found(own)["engines"]
-    assert (line.verdict, "(none)" in line.found) == (CheckResult.PASS, True)
+    assert (line.verdict, "(none)" in line.found) == ("pass", True)
 
 
 @pytest.mark.parametrize(
     ("given", "verdict", "remedy"),
     [
-        ("kvlake", CheckResult.PASS, ""),
-        ("lora_hf_hub_resolver,kvlake", CheckResult.PASS, ""),
-        ("lora_hf_hub_resolver", CheckResult.FAIL, "set it to lora_hf_hub_resolver,kvlake"),
-        ("", CheckResult.FAIL, "set it to kvlake, or unset it"),
+        ("kvlake", "pass", ""),
+        ("lora_hf_hub_resolver,kvlake", "pass", ""),
+        ("lora_hf_hub_resolver", "fail", "set it to lora_hf_hub_resolver,kvlake"),
+        ("", "fail", "set it to kvlake, or unset it"),
     ],
 )
 def test_plugins_that_leave_kvlake_out_are_told(
-    commands: Commands, given: str, verdict: CheckResult, remedy: str
+    commands: Commands, given: str, verdict: str, remedy: str
 ) -> None:
     ended = commands.run("doctor", VLLM_PLUGINS=given)
     (line,) = [line for line in ended.lines(str(verdict)) if line.startswith("VLLM_PLUGINS")]
@@ -776,7 +776,7 @@ def test_another_package_of_the_name_is_told(
     distribution(tmp_path, "sidecar", "0.7", "sidecar")
     monkeypatch.syspath_prepend(str(tmp_path))
     line = found(loads("{}"))["packages"]
-    assert line.verdict is CheckResult.FAIL
+    assert line.verdict == "fail"
     assert "`sidecar` is also a package of sidecar" in line.found
     assert "pip uninstall sidecar" in line.remedy
 
@@ -784,7 +784,7 @@ def test_another_package_of_the_name_is_told(
 def test_another_release_of_vllm_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.99.1")
     line = found(loads("{}"))["vLLM"]
-    assert (line.verdict, "0.99.1" in line.found) == (CheckResult.WARN, True)
+    assert (line.verdict, "0.99.1" in line.found) == ("warn", True)
     assert "0.31, 0.32, 0.33" in line.remedy
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     lines = found(loads("{}"))
@@ -795,7 +795,7 @@ def test_another_release_of_vllm_is_told(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_kvlake_that_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
     (line,) = [one for about, one in found(loads("{}")).items() if about.startswith("vLLM plugin")]
-    assert line.verdict is CheckResult.FAIL
+    assert line.verdict == "fail"
     assert "connector.vllm" in line.remedy
 
 
@@ -842,8 +842,8 @@ def test_an_engines_command_is_checked_as_run_does(
 
 
 def test_chunks_that_fit_no_block_are_told_without_a_command() -> None:
-    assert found(loads("chunk: {tokens: 256}"))["chunk.tokens"].verdict is CheckResult.PASS
-    assert found(loads("chunk: {tokens: 100}"))["chunk.tokens"].verdict is CheckResult.WARN
+    assert found(loads("chunk: {tokens: 256}"))["chunk.tokens"].verdict == "pass"
+    assert found(loads("chunk: {tokens: 100}"))["chunk.tokens"].verdict == "warn"
 
 
 def test_neither_vllm_nor_torch_is_imported() -> None:

@@ -26,7 +26,6 @@ import anyio
 from sidecar.cli.console import CommandError, Options, load_config, say
 from sidecar.cli.doctor.node import (
     Check,
-    CheckResult,
     failed,
     gpu_findings,
     numa_finding,
@@ -69,7 +68,7 @@ def main(options: Options) -> Exit:
     ]
     for one in found:
         say(str(one))
-    return Exit.NO if any(one.verdict is CheckResult.FAIL for one in found) else Exit.OK
+    return Exit.NO if any(one.verdict == "fail" for one in found) else Exit.OK
 
 
 def engine_findings(config: Config, command: Sequence[str]) -> list[Check]:

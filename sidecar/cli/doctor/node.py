@@ -8,7 +8,6 @@ a context of its own.
 from __future__ import annotations
 
 import contextlib
-import enum
 import functools
 import itertools
 import mmap
@@ -16,7 +15,7 @@ import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 
@@ -42,19 +41,11 @@ _INFLIGHT_BYTES: Final = 32 << 20
 _SCRATCH_BYTES: Final = 1 << 20
 
 
-class CheckResult(enum.StrEnum):
-    """What one check found."""
-
-    PASS = "pass"  # noqa: S105 (no password)
-    WARN = "warn"
-    FAIL = "fail"
-
-
 @dataclass(frozen=True, slots=True)
 class Check:
     """One line: what was checked, what was found, and what to do unless it passed."""
 
-    verdict: CheckResult
+    verdict: Literal["pass", "warn", "fail"]
     about: str
     found: str
     remedy: str = ""
@@ -64,9 +55,9 @@ class Check:
         return f"{line}; {self.remedy}" if self.remedy else line
 
 
-passed: Final = functools.partial(Check, CheckResult.PASS)
-warning: Final = functools.partial(Check, CheckResult.WARN)
-failed: Final = functools.partial(Check, CheckResult.FAIL)
+passed: Final = functools.partial(Check, "pass")
+warning: Final = functools.partial(Check, "warn")
+failed: Final = functools.partial(Check, "fail")
 
 
 def startup_findings(config: Config) -> list[Check]:
