@@ -68,15 +68,11 @@ _logger = logging.getLogger("kvlake.server")
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """A serving sidecar: its endpoints, and how to stop it (from any thread)."""
+    """A serving sidecar: where it is reached, and how to stop it (from any thread)."""
 
     epoch: int
     attach_path: Path
-    endpoint: str
     http_url: str
-    events: str
-    """Endpoints of published and replayed KV events; empty without events."""
-    replay: str
     stop: Callable[[], None]
 
 
@@ -182,15 +178,8 @@ class Server:
                     with contextlib.suppress(RuntimeError):
                         loop.call_soon_threadsafe(self.stopping.set)
 
-                info = ServerInfo(
-                    epoch=dispatcher.epoch,
-                    attach_path=directory.attach_path,
-                    endpoint=jobs.endpoint,
-                    http_url=self._http.url,
-                    events="" if events is None else events.endpoint,
-                    replay="" if events is None else events.replay_endpoint,
-                    stop=stop,
-                )
+                url = self._http.url
+                info = ServerInfo(dispatcher.epoch, directory.attach_path, url, stop)
                 _logger.info(
                     "serving",
                     extra=fields(attach=info.attach_path, http=info.http_url, epoch=info.epoch),

@@ -436,6 +436,21 @@ class RunningSidecar:
         document: dict[str, Any] = json.loads(self.get("/status"))
         return document
 
+    @property
+    def endpoint(self) -> str:
+        """Where jobs are sent."""
+        return f"ipc://{self.path.with_name('jobs.sock')}"
+
+    @property
+    def events(self) -> str:
+        """Where KV events are published; empty without events."""
+        return str((self.status()["events"] or {"endpoint": ""})["endpoint"])
+
+    @property
+    def replay(self) -> str:
+        """Where KV events are replayed."""
+        return str(self.status()["events"]["replay_endpoint"])
+
     def wait_until(self, true: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """Poll the status until it says so."""
         deadline = time.monotonic() + WAIT_SECONDS_MAX

@@ -37,7 +37,7 @@ def subscribe() -> Iterator[Callable[..., Subscriber]]:
     made: list[Subscriber] = []
 
     def make(sidecar: RunningSidecar, **options: Any) -> Subscriber:
-        subscriber = Subscriber(sidecar.info.events, sidecar.info.replay, **options)
+        subscriber = Subscriber(sidecar.events, sidecar.replay, **options)
         made.append(subscriber)
         return subscriber
 

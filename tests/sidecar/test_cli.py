@@ -512,7 +512,7 @@ def test_objects_of_the_start_are_excluded_from_garbage_collection(
     async def serve(_: object, *, ready: Callable[[ServerInfo], None]) -> int:
         # The tests freeze, too.
         gc.unfreeze()
-        ready(ServerInfo(1, tmp_path, "", "", "", "", lambda: None))
+        ready(ServerInfo(1, tmp_path, "", lambda: None))
         frozen.append(gc.get_freeze_count())
         gc.unfreeze()
         return 0

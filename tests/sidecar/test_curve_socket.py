@@ -56,7 +56,7 @@ def sidecar(short_directory: Path) -> Iterator[RunningSidecar]:
 
 
 def connected(sidecar: RunningSidecar, which: str) -> socket.socket:
-    endpoint = sidecar.info.events if which == PUBLISHER else sidecar.info.replay
+    endpoint = sidecar.events if which == PUBLISHER else sidecar.replay
     host, port = endpoint.removeprefix("tcp://").rsplit(":", 1)
     return socket.create_connection((host, int(port)), timeout=WAIT_SECONDS_MAX)
 
@@ -137,7 +137,7 @@ def test_a_key_file_that_is_none_stops_the_start(
 
 
 def test_a_taken_port_is_told(sidecar: RunningSidecar, short_directory: Path) -> None:
-    taken = tcp(short_directory, endpoint=sidecar.info.events)
+    taken = tcp(short_directory, endpoint=sidecar.events)
     config = with_events(short_directory, runtime={"name": "two"}, events=taken)
     with pytest.raises(StartError, match=r"events\.endpoint=.*cannot be bound"):
         RunningSidecar(config)

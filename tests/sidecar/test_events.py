@@ -74,7 +74,7 @@ def test_what_vllm_encodes_is_what_we_decode_and_back() -> None:
 
 def test_off_by_default(short_directory: Path) -> None:
     with RunningSidecar(config_in(short_directory)) as sidecar:
-        assert sidecar.info.events == ""
+        assert sidecar.events == ""
         assert sidecar.status()["events"] is None
         assert not (sidecar.path.parent / "events.sock").exists()
 
@@ -253,7 +253,7 @@ def test_a_subscriber_that_does_not_read_holds_nobody_up(
             sleeper.setsockopt(zmq.RCVHWM, 1)
             sleeper.setsockopt(zmq.RCVBUF, 1)
             sleeper.setsockopt_string(zmq.SUBSCRIBE, "")
-            sleeper.connect(sidecar.info.events)
+            sleeper.connect(sidecar.events)
             dropped = 0
             job_id = 0
             while not dropped:
@@ -281,7 +281,7 @@ def test_requests_that_make_no_sense(
         context = zmq.Context()
         try:
             dealer = context.socket(zmq.DEALER)
-            dealer.connect(sidecar.info.replay)
+            dealer.connect(sidecar.replay)
             for frames in ((b"",), (b"", b"1"), (b"", b"x" * 8, b"y"), (b"x" * 900,)):
                 dealer.send_multipart(frames)
             sidecar.wait_until(lambda status: status["events"]["requests_dropped"] == 4)
@@ -307,7 +307,7 @@ def test_over_tcp_with_keys(short_directory: Path, subscribe: Callable[..., Subs
         "subscribers": [public.decode()],
     }
     with RunningSidecar(with_events(short_directory, events=events)) as sidecar:
-        endpoint = sidecar.info.replay.replace("0.0.0.0", "127.0.0.1")
+        endpoint = sidecar.replay.replace("0.0.0.0", "127.0.0.1")
 
         def asked(pair: tuple[bytes, bytes] | None) -> bool:
             context = zmq.Context()

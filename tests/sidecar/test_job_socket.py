@@ -66,7 +66,7 @@ def attached_raw(sidecar: RunningSidecar, worker: Worker) -> socket.socket:
     worker.dealer.close()
     while True:
         # Refused for as long as the sidecar has the other one.
-        sock = raw(sidecar.info.endpoint, worker.attached.token)
+        sock = raw(sidecar.endpoint, worker.attached.token)
         try:
             sock.sendall(frame(b"junk"))
             told = b""
@@ -87,7 +87,7 @@ def test_frames_of_one_that_never_attached_take_no_memory(sidecar: RunningSideca
     """ZMQ kept every frame until the last one: such a peer took the sidecar to 1,554 MiB."""
     before = anonymous_bytes()
     part = frame(bytes(MIB), MORE)
-    with raw(sidecar.info.endpoint) as sock, contextlib.suppress(ConnectionError):
+    with raw(sidecar.endpoint) as sock, contextlib.suppress(ConnectionError):
         for _ in range(300):
             sock.sendall(part)
     grown = anonymous_bytes() - before
@@ -153,7 +153,7 @@ async def test_many_small_frames_do_not_hold_the_loop(
 def test_a_name_that_is_taken_is_refused_and_its_owner_goes_on(sidecar: RunningSidecar) -> None:
     with Worker(sidecar.path) as worker:
         assert worker.store(1, key_of(1), [0]) is Outcome.OK
-        with raw(sidecar.info.endpoint, worker.attached.token) as thief:
+        with raw(sidecar.endpoint, worker.attached.token) as thief:
             assert at_end(thief)
         assert worker.store(2, key_of(2), [0]) is Outcome.OK
 
@@ -176,7 +176,7 @@ def test_who_names_nobody_is_closed_in_time_and_makes_room(
         for _ in range(20):
             sock = socket.socket(socket.AF_UNIX)
             sock.settimeout(20)
-            sock.connect(sidecar.info.endpoint.removeprefix("ipc://"))
+            sock.connect(sidecar.endpoint.removeprefix("ipc://"))
             silent.append(sock)
         for sock in silent[:16]:
             assert at_end(sock), "the oldest makes room"
@@ -188,7 +188,7 @@ def test_who_names_nobody_is_closed_in_time_and_makes_room(
         places.patch(monkeypatch, "HANDSHAKE_SECONDS_MAX", 0.1)
         with socket.socket(socket.AF_UNIX) as late:
             late.settimeout(20)
-            late.connect(sidecar.info.endpoint.removeprefix("ipc://"))
+            late.connect(sidecar.endpoint.removeprefix("ipc://"))
             assert at_end(late)
 
 
@@ -214,7 +214,7 @@ def test_what_is_no_handshake_ends_the_connection_alone(
     with Worker(sidecar.path) as worker:
         with socket.socket(socket.AF_UNIX) as sock:
             sock.settimeout(20)
-            sock.connect(sidecar.info.endpoint.removeprefix("ipc://"))
+            sock.connect(sidecar.endpoint.removeprefix("ipc://"))
             with contextlib.suppress(BrokenPipeError):
                 sock.sendall(said)
             assert at_end(sock)

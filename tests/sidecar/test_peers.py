@@ -254,11 +254,11 @@ def test_a_stranger_gets_no_frame_in_on_the_jobs_socket(short_directory: Path) -
     config = config_in(short_directory, runtime={"allow_uids": [OTHER]})
     with RunningSidecar(config) as sidecar:
         # The stranger is not even asked for a token; the listed user has none. Neither is read.
-        run_as(STRANGER, f"LINGER_MS = 500{DEALER}", sidecar.info.endpoint)
+        run_as(STRANGER, f"LINGER_MS = 500{DEALER}", sidecar.endpoint)
         sidecar.wait_until(lambda now: now["sockets"]["frames_refused"] == {})
         metrics = sidecar.get("/metrics").decode()
         assert 'kvlake_handshakes_refused_total{why="user"} 0.0' not in metrics
-        run_as(OTHER, f"LINGER_MS = 500{DEALER}", sidecar.info.endpoint)
+        run_as(OTHER, f"LINGER_MS = 500{DEALER}", sidecar.endpoint)
         sidecar.wait_until(lambda now: set(now["sockets"]["frames_refused"]) == {"unknown_peer"})
         assert sidecar.status()["sockets"]["frames_received"] == 0
 

@@ -80,7 +80,7 @@ def test_bad_frames_are_answered_and_disturb_nobody(sidecar: RunningSidecar) -> 
         stranger = zmq.Context()
         dealer = stranger.socket(zmq.DEALER)
         dealer.setsockopt(zmq.LINGER, 1000)
-        dealer.connect(sidecar.info.endpoint)
+        dealer.connect(sidecar.endpoint)
         dealer.send(codec.encode(Submit(bad.epoch, 0, [], [])))
         expected["unknown_peer"] = 1
         # Its connection is closed before any frame is read; ZMQ connects again and again.

@@ -37,7 +37,7 @@ def sidecar(short_directory: Any) -> Iterator[RunningSidecar]:
 
 
 def endpoint_of(sidecar: RunningSidecar, which: str) -> str:
-    return sidecar.info.events if which == PUBLISHER else sidecar.info.replay
+    return sidecar.events if which == PUBLISHER else sidecar.replay
 
 
 def raw(sidecar: RunningSidecar, which: str, *, greets: bool = True) -> socket.socket:
