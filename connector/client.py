@@ -10,8 +10,6 @@ daemon thread, and a ZMQ socket (jobs, answers), used by the engine's own thread
 Does not own what messages mean (`scheduler/`, `worker.py`), nor the content of descriptors.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import logging

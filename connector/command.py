@@ -1,7 +1,5 @@
 """The `kvlake` command: checks that package `sidecar` is kvlake's, then runs the command line."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 

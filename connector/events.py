@@ -13,8 +13,6 @@ Invariants:
   room. Beyond as many changes that vLLM has not taken, no more are requested.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -117,7 +115,7 @@ def _place(event: TierEvent) -> _Place:
 # vLLM is imported late: the scheduler role runs in tests and benchmarks without it.
 def vllm_events(
     events: Iterable[TierEvent], owner: Callable[[int], str], *, several_groups: bool
-) -> list[KVCacheEvent]:
+) -> "list[KVCacheEvent]":
     """As vLLM's events, without tokens; consecutive chunks are joined. `owner` is by group."""
     runs: list[list[TierEvent]] = []
     for event in events:
@@ -142,7 +140,7 @@ def _continues(last: TierEvent, event: TierEvent) -> bool:
 
 def _vllm_event(
     run: list[TierEvent], owner: Callable[[int], str], *, several_groups: bool
-) -> KVCacheEvent:
+) -> "KVCacheEvent":
     from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
 
     first = run[0]
@@ -166,7 +164,7 @@ def _vllm_event(
     )
 
 
-def hits_event() -> KVCacheEvent:
+def hits_event() -> "KVCacheEvent":
     """Tells the sidecar, and no other subscriber, that vLLM publishes hits like new blocks."""
     from vllm.distributed.kv_events import MEDIUM_GPU, BlockRemoved
 

@@ -5,8 +5,6 @@ CUDA: the allocation is exported whole (`tiers/cuda/ipc_export.py`).
 What cannot be shared (MIG, several allocations) is refused with the remedy.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 from collections.abc import Callable, Sequence

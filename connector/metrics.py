@@ -1,7 +1,5 @@
 """The scheduler role's counters (`scheduler/stats.py`) in vLLM's statistics and metrics."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +41,7 @@ class KVLakePromMetrics(KVConnectorPromMetrics):
 
     def __init__(
         self,
-        vllm_config: VllmConfig,
+        vllm_config: "VllmConfig",
         metric_types: dict[type, type],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],

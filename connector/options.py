@@ -4,8 +4,6 @@ An invalid value raises `ValueError` with the field, the value and what it must 
 engine at its start. An unknown option is only logged: a later release of vLLM may know it.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches

@@ -4,8 +4,6 @@ Another distribution has a package `sidecar`, too. Where both are installed, one
 files of the other, and imports fail somewhere in the middle. The check runs nothing of a package.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Final

@@ -4,8 +4,6 @@ Plain records, pickled between vLLM's own processes; `vllm.py` wraps them in vLL
 are already as a worker sends them to its sidecar.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -107,7 +105,7 @@ class StepReport:
         """Whether there is nothing to report."""
         return self == StepReport()
 
-    def add(self, other: StepReport) -> StepReport:
+    def add(self, other: "StepReport") -> "StepReport":
         """Sum of two ranks' reports."""
         return StepReport(
             Counter(self.ended) + Counter(other.ended),

@@ -3,8 +3,6 @@
 vLLM calls it first in each of its processes, so it does not import the connector itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 
 

@@ -5,8 +5,6 @@ invalid value turns off what it is about. An unknown parameter, which may be abo
 off everything.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ vLLM. Where an engine cannot be cached safely (`identity/eligibility.py`), it se
 cache and logs that once. No method raises for a fault of the cache.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterable, Sequence
@@ -88,7 +86,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
     """vLLM's KV connector of kvlake; its options: docs/reference/engine-options.md."""
 
     def __init__(
-        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+        self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler: SchedulerRole | None = None
@@ -128,7 +126,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:  # noqa: ARG003
+    def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:  # noqa: ARG003
         """On a GPU, each block in one piece, which is faster; vLLM falls back where it cannot.
 
         Nothing as one of several connectors: NIXL and others need another layout.
@@ -149,7 +147,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         self._allocation = MemfdAllocation()
         return self._allocation
 
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+    def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         """Describe and share the cache; without it the worker serves uncached."""
         engine = self._engine
         self._weights.watch()
@@ -209,7 +207,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing: a request is scheduled after its load has ended."""
 
     def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+        self, layer_name: str, kv_layer: "torch.Tensor", attn_metadata: Any, **kwargs: Any
     ) -> None:
         """Nothing: whole chunks are stored after the step."""
 
@@ -359,7 +357,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
-    ) -> dict[CacheHitSource, int]:
+    ) -> "dict[CacheHitSource, int]":
         """Tokens from host memory, and from the object store, which vLLM counts as disk."""
         if self._scheduler is None or not num_external_tokens:
             return {}
@@ -370,7 +368,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         sources = {CacheHitSource.HOST: host, CacheHitSource.DISK: store}
         return {source: count for source, count in sources.items() if count}
 
-    def take_events(self) -> Iterable[KVCacheEvent]:
+    def take_events(self) -> "Iterable[KVCacheEvent]":
         """Changes of the tiers, as in the sidecar's own stream but without tokens."""
         if self._scheduler is None or not self._wants_events:
             return ()
@@ -381,7 +379,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             events.append(hits_event())
         return events
 
-    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+    def get_kv_connector_stats(self) -> "KVConnectorStats | None":
         """Counts of the scheduler role since the last call."""
         if self._scheduler is not None:
             return KVLakeStats(data=asdict(self._scheduler.take_stats()))
@@ -391,18 +389,18 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def build_kv_connector_stats(
         cls, data: dict[str, Any] | None = None
-    ) -> KVConnectorStats | None:
+    ) -> "KVConnectorStats | None":
         """Stats from their serialized form."""
         return KVLakeStats(data=data if data is not None else {})
 
     @classmethod
     def build_prom_metrics(
         cls,
-        vllm_config: VllmConfig,
+        vllm_config: "VllmConfig",
         metric_types: dict[Any, Any],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
-    ) -> KVConnectorPromMetrics | None:
+    ) -> "KVConnectorPromMetrics | None":
         """Counters beside vLLM's own."""
         return KVLakePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 

@@ -50,8 +50,6 @@ interfaces of vLLM that engines with `KVLakeConnector` do not import:
   test_no_file_outlives_the_start.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 import weakref

@@ -7,8 +7,6 @@ ends once the fence page shows that no copy of it can run. Also owns sleep mode.
 export of memory (`export.py`) nor what is loaded and stored (`scheduler/`).
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

@@ -11,8 +11,6 @@ Unless it is killed, its sockets are removed at the end, and its memory is kept 
 (`data/host_pool.py`). After a kill the next sidecar of the same name takes over.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -4,8 +4,6 @@ Owns their classes. A message of either is for a person: it names the field, the
 remedy.
 """
 
-from __future__ import annotations
-
 from sidecar.protocol.codec import ProtocolError
 
 

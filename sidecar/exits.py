@@ -7,8 +7,6 @@ Invariants:
 * A process that called `leave` ends with its code, even if threads hang.
 """
 
-from __future__ import annotations
-
 import enum
 import logging
 import os

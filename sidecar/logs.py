@@ -9,8 +9,6 @@ masked (`redaction.py`); a message is logged at most `LINES_MAX` times a minute,
 fields, and its next line has the number of omitted ones.
 """
 
-from __future__ import annotations
-
 import datetime as dt
 import json
 import logging

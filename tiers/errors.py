@@ -8,8 +8,6 @@
 Every message says what was found, what was expected, and what to do.
 """
 
-from __future__ import annotations
-
 
 class TierError(Exception):
     """Base of every error that a tier raises on purpose."""

@@ -10,8 +10,6 @@ the URL or the options that it was given.
 Invariant: a concealed secret stays concealed until the process ends.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import urllib.parse

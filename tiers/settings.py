@@ -4,8 +4,6 @@ Owns the conversions that strict validation leaves out: units, paths, numbers fr
 variables, and words that YAML reads as booleans. Limits stand with each setting.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 Invariant: `parse(format(x)) == x` for whole bytes and whole milliseconds.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Final

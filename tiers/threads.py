@@ -7,8 +7,6 @@ instead. At the priority of the event loop such threads delayed it by 3.2 to 3.7
 hundred times while it read at full rate, and at a lower one by 1.8 to 2.0 (two cores).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -10,8 +10,6 @@ under a `lora_int_id`, nothing of that number is cached any more, because vLLM c
 own KV of the old files.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Final

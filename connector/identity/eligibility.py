@@ -4,8 +4,6 @@ Each role decides for itself, from vLLM's configuration alone. vLLM shows a work
 only the worker finds a reason, it reports that with its first step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from math import lcm

@@ -10,8 +10,6 @@ changes while it is read has no digest. A file that was changed just now is not 
 a second change within the same tick of the clock would not show.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import logging

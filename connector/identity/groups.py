@@ -8,8 +8,6 @@ read again. So a hit of N tokens needs from every group the blocks that it still
 others. Pure: knows neither vLLM nor the index.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import lcm

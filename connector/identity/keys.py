@@ -13,8 +13,6 @@ Two requests share KV exactly as far as their keys are equal.
 Cost: one conversion of the tokens to int32 bytes and one sha256 per chunk, once per request.
 """
 
-from __future__ import annotations
-
 import hashlib
 from array import array
 from collections.abc import Sequence
@@ -58,7 +56,7 @@ class KeyChain:
     media: Sequence[MediaItem] = ()
     """In order of offset."""
     _: KW_ONLY
-    beside: InitVar[KeyChain | None] = None
+    beside: "InitVar[KeyChain | None]" = None
     """A chain of the same tokens, which keeps them for both; see `follow`."""
     ahead_tokens: int = 0
     """How many tokens after a chunk its KV depends on."""
@@ -69,7 +67,7 @@ class KeyChain:
         default_factory=dict[tuple[int, int], bytes], init=False
     )
 
-    def __post_init__(self, beside: KeyChain | None) -> None:
+    def __post_init__(self, beside: "KeyChain | None") -> None:
         if beside is not None:
             self.token_bytes = beside.token_bytes
 

@@ -10,8 +10,6 @@ A state is opaque bytes of one rank's part of the layer, whose layout only its k
 is only copied, and only engines with the same ranks share it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias
 

@@ -12,8 +12,6 @@ rounding (kernels, attention backends of encoders) are left out on purpose, as t
 is.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

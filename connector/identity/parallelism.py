@@ -5,8 +5,6 @@ the first stage. Which layers of the model these are is computed here and compar
 because a layer taken for another would give wrong KV.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

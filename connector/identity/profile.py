@@ -4,8 +4,6 @@ Read once from vLLM's configuration. If the engine is refused (`identity/eligibi
 `refusal`, `reason` and what is set before them exist.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass

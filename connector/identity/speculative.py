@@ -13,8 +13,6 @@ of its own in the engine's KV cache groups:
 A drafter without layers (n-grams, suffixes, heads on hidden states) changes nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final

@@ -5,8 +5,6 @@ same model under two paths is shared, two fine-tunes under one path are not. If 
 weights from others, `WeightsUnknown` says why. `file_digests.py` reads the large files.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -8,8 +8,6 @@ cover is not touched; `wait` returns once the copies of its jobs are over, and c
 this process.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
@@ -220,7 +218,7 @@ def _runs_of(
     return [[run for ref in refs for run in runs_of(ref)] for refs in kv_caches.group_data_refs]
 
 
-def _bytes(tensor: torch.Tensor) -> Bytes:
+def _bytes(tensor: "torch.Tensor") -> Bytes:
     array: Bytes = tensor.numpy().view(np.uint8)
     return array
 

@@ -16,8 +16,6 @@ Invariants:
 * What is kept of events is a part of what `TierEvents` keeps, which is bounded.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterable
@@ -58,7 +56,7 @@ class ChunkKeys:
         """The tiers that hold them, by the start of their keys."""
         self._events: list[OffloadingEvent] = []
 
-    def key_of(self, name: OffloadKey) -> bytes:
+    def key_of(self, name: "OffloadKey") -> bytes:
         """The key of a chunk. If the chunk is held and had no name, this publishes it."""
         key = hashlib.sha256(_KEY_DOMAIN + self.digest + self._generation + name).digest()
         if self._remembers:
@@ -101,11 +99,11 @@ class ChunkKeys:
         taken, self._events = self._events, []
         return taken
 
-    def _publish_stored(self, start: bytes, tier: str, name: OffloadKey) -> None:
+    def _publish_stored(self, start: bytes, tier: str, name: "OffloadKey") -> None:
         self._published[start, tier] = name
         self._publish(name, tier, removed=False)
 
-    def _publish(self, name: OffloadKey, tier: str, *, removed: bool) -> None:
+    def _publish(self, name: "OffloadKey", tier: str, *, removed: bool) -> None:
         host = tier == "host"
         self._events.append(
             OffloadingEvent(
@@ -120,7 +118,7 @@ class ChunkKeys:
         )
 
 
-def row_namespace_of(config: OffloadingConfig, identity: Any, row_bytes: int) -> bytes:
+def row_namespace_of(config: "OffloadingConfig", identity: Any, row_bytes: int) -> bytes:
     """The namespace of an engine's rows: `identity`, and everything that vLLM tells a tier."""
     parallel = config.parallel
     layout = str(config.kv_cache_layout)

@@ -12,8 +12,6 @@ cannot continue from a cached prefix, or whose workers' rows do not fit, by no t
 outlives the start of an engine.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -87,7 +85,7 @@ class NoCopies(OffloadingWorker):
 
     submit_load = submit_store
 
-    def get_finished(self) -> list[TransferResult]:
+    def get_finished(self) -> "list[TransferResult]":
         """There are no jobs."""
         return []
 
@@ -100,7 +98,7 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
 
     _manager: OffloadingManager | None
 
-    def __init__(self, config: OffloadingConfig) -> None:
+    def __init__(self, config: "OffloadingConfig") -> None:
         extra = dict(config.extra_config)
         tier = {"type": TIER, "module_path": "connector.secondary"}
         tier |= {name: extra[name] for name in OWN_SETTINGS if name in extra}
@@ -148,7 +146,7 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
         disown_region(self._scheduler_mmap)
         return manager
 
-    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+    def get_worker(self, kv_caches: "CanonicalKVCaches") -> OffloadingWorker:
         """Make vLLM's worker, or kvlake's on the CPU platform."""
         from vllm.config import get_current_vllm_config
         from vllm.platforms import current_platform

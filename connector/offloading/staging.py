@@ -15,8 +15,6 @@ Invariants:
 * Only `drain` waits, and only for copies within this process.
 """
 
-from __future__ import annotations
-
 import itertools
 import mmap
 import time

@@ -7,8 +7,6 @@ Owns which chunks the sidecar has, and what to ask it for. Keys are in `keys.py`
 carries rows. No method raises for a fault of the cache, and none waits for the sidecar.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections import Counter
@@ -127,7 +125,7 @@ class KVLakeTier(SecondaryTierManager):
 
     def __init__(
         self,
-        offloading_spec: OffloadingSpec,
+        offloading_spec: "OffloadingSpec",
         primary_kv_view: memoryview,
         tier_type: str,
         namespace: Any = "",
@@ -201,14 +199,14 @@ class KVLakeTier(SecondaryTierManager):
 
     # --- lookup --------------------------------------------------------------------------------
 
-    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+    def on_new_request(self, req_context: "ReqContext") -> RequestOffloadingContext:
         """Read the request's parameters."""
         request_params = self._request_params.read(req_context)
         self._requests[req_context.req_id] = _Request(request_params)
         self._offloaded.added(req_context)
         return RequestOffloadingContext()
 
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+    def lookup(self, key: "OffloadKey", req_context: "ReqContext") -> LookupResult:
         """HIT: it is in the sidecar's host memory. RETRY: it is being read from the store."""
         request = self._requests.get(req_context.req_id)
         if self.client.session is None or request is None or not request.request_params.reads:
@@ -240,7 +238,7 @@ class KVLakeTier(SecondaryTierManager):
         session = self.client.session
         return np.zeros(len(keys), dtype=np.uint8) if session is None else session.holds(keys)
 
-    def _own_key(self, key: OffloadKey, request: _Request | None, context: ReqContext) -> bytes:
+    def _own_key(self, key: "OffloadKey", request: _Request | None, context: "ReqContext") -> bytes:
         own = self.keys.key_of(key)
         end = context.get_offload_key_position(key)
         if request is not None and end is not None:
@@ -272,7 +270,7 @@ class KVLakeTier(SecondaryTierManager):
 
     # --- transfers -----------------------------------------------------------------------------
 
-    def submit_store(self, job_metadata: TransferJob) -> None:
+    def submit_store(self, job_metadata: "TransferJob") -> None:
         """Carry chunks to the sidecar that it does not have."""
         context = job_metadata.req_context
         request = self._requests.get(context.req_id)
@@ -290,7 +288,7 @@ class KVLakeTier(SecondaryTierManager):
             rows.sort(key=lambda row: context.get_offload_key_position(names[row.key]) or 0)
         self._carry(job_metadata.job_id, rows, is_load=False)
 
-    def submit_load(self, job_metadata: TransferJob) -> None:
+    def submit_load(self, job_metadata: "TransferJob") -> None:
         """Carry chunks from the sidecar."""
         request = self._requests.get(job_metadata.req_context.req_id)
         names = self._begin(job_metadata, request)
@@ -302,12 +300,12 @@ class KVLakeTier(SecondaryTierManager):
         ]
         self._carry(job_metadata.job_id, rows, is_load=True)
 
-    def _begin(self, job: TransferJob, request: _Request | None) -> dict[bytes, OffloadKey]:
+    def _begin(self, job: "TransferJob", request: _Request | None) -> "dict[bytes, OffloadKey]":
         names = {self._own_key(key, request, job.req_context): key for key in job.keys}
         self._jobs[job.job_id] = (request, names)
         return names
 
-    def _parent(self, key: OffloadKey, request: _Request, context: ReqContext) -> bytes:
+    def _parent(self, key: "OffloadKey", request: _Request, context: "ReqContext") -> bytes:
         group = get_offload_group_idx(key)
         end = context.get_offload_key_position(key) or 0
         before = (group, end - self._chunk_tokens.get(group, 0))
@@ -348,7 +346,7 @@ class KVLakeTier(SecondaryTierManager):
             )
         return results
 
-    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+    def on_schedule_end(self, context: "ScheduleEndContext") -> None:
         """Send the lookups and jobs of this step."""
         self._offloaded.step(context)
         session = self.client.session
@@ -371,7 +369,7 @@ class KVLakeTier(SecondaryTierManager):
         """Whether an answer is awaited."""
         return bool(self._reads)
 
-    def on_request_finished(self, req_context: ReqContext) -> None:
+    def on_request_finished(self, req_context: "ReqContext") -> None:
         """Release what was read for it."""
         self._offloaded.finished(req_context)
         request = self._requests.pop(req_context.req_id, None)
@@ -397,7 +395,7 @@ class KVLakeTier(SecondaryTierManager):
                 request.request_params = NOTHING
             request.wanted.clear()
 
-    def take_events(self) -> Iterable[OffloadingEvent]:
+    def take_events(self) -> "Iterable[OffloadingEvent]":
         """What the sidecar's tiers gained and lost of chunks whose names are known here."""
         return self.keys.take(self._tiers.take())
 

@@ -4,8 +4,6 @@ Owns what a manager of tiers learns of requests, and the name of the host tier's
 tiers.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -32,7 +30,7 @@ class _OffloadedRequest:
     put_off: bool = False
     """And that lookup was put off."""
     excluded: bool = False
-    hits: set[OffloadKey] = field(default_factory=set)
+    hits: "set[OffloadKey]" = field(default_factory=set)
     """In vLLM's host tier, since it was last preempted."""
 
 
@@ -53,11 +51,11 @@ class OffloadedRequests:
         self._weights_changed = self._warned = False
         """Weights were replaced, and nothing was reset since."""
 
-    def added(self, req_context: ReqContext, **_: Any) -> None:
+    def added(self, req_context: "ReqContext", **_: Any) -> None:
         """Take a request in."""
         self._requests[req_context.req_id] = _OffloadedRequest()
 
-    def finished(self, req_context: ReqContext, **_: Any) -> None:
+    def finished(self, req_context: "ReqContext", **_: Any) -> None:
         """Forget a request."""
         self._requests.pop(req_context.req_id, None)
 
@@ -69,7 +67,7 @@ class OffloadedRequests:
         """Whether none of its chunks may be stored or found any more."""
         return self._weights_changed or self._known(request_id).excluded
 
-    def step(self, context: ScheduleEndContext) -> None:
+    def step(self, context: "ScheduleEndContext") -> None:
         """Take in what vLLM scheduled and preempted."""
         for known in self._requests.values():
             # A preempted request may have been scheduled again in this step without a word, whether
@@ -95,7 +93,7 @@ class OffloadedRequests:
         request.put_off = request.running
         return request.running
 
-    def is_first_hit(self, request_id: str, key: OffloadKey) -> bool:
+    def is_first_hit(self, request_id: str, key: "OffloadKey") -> bool:
         """Whether this chunk was not found for it before."""
         request = self._requests.get(request_id)
         if request is None or key in request.hits:
@@ -103,7 +101,7 @@ class OffloadedRequests:
         request.hits.add(key)
         return True
 
-    def loading(self, _keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+    def loading(self, _keys: "Collection[OffloadKey]", req_context: "ReqContext") -> None:
         """What was found for it is being loaded."""
         self._known(req_context.req_id).loading = True
 
@@ -135,7 +133,7 @@ def guard_tiers(manager: Any, *, preempted_are_new: bool) -> OffloadedRequests:
     requests = OffloadedRequests(preempted_are_new=preempted_are_new)
     find, store = manager.lookup, manager.prepare_store
 
-    def lookup(key: OffloadKey, req_context: ReqContext, **options: Any) -> LookupResult:
+    def lookup(key: "OffloadKey", req_context: "ReqContext", **options: Any) -> LookupResult:
         if requests.excluded(req_context.req_id):
             return LookupResult.MISS
         if requests.must_wait(req_context.req_id):
@@ -146,7 +144,7 @@ def guard_tiers(manager: Any, *, preempted_are_new: bool) -> OffloadedRequests:
             manager.touch((key,), req_context)
         return found
 
-    def prepare_store(keys: Collection[OffloadKey], req_context: ReqContext) -> Any:
+    def prepare_store(keys: "Collection[OffloadKey]", req_context: "ReqContext") -> Any:
         if requests.excluded(req_context.req_id):
             return PrepareStoreOutput([], LoadStoreSpec(), [])
         return store(keys, req_context)

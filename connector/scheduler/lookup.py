@@ -4,8 +4,6 @@ What a hit needs of each group is in `identity/groups.py`. Sends nothing. Every 
 microseconds and reads the shared index as it is at that moment.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -39,7 +37,7 @@ class Hit(NamedTuple):
 class HitFinder:
     """Looks requests up in the index of a session."""
 
-    def __init__(self, geometries: Sequence[Geometry]) -> None:
+    def __init__(self, geometries: "Sequence[Geometry]") -> None:
         self._geometries = geometries
         self._full = [one for one, each in enumerate(geometries) if each.attention.full]
         self._windowed = len(self._full) < len(geometries)
@@ -214,7 +212,7 @@ class Piece(NamedTuple):
     end: int
 
 
-def pieces_of(geometry: Geometry, local_tokens: int, end_tokens: int) -> Iterator[Piece]:
+def pieces_of(geometry: "Geometry", local_tokens: int, end_tokens: int) -> Iterator[Piece]:
     """What a hit of `end_tokens` loads of one group beyond vLLM's own hit of `local_tokens`."""
     per_chunk = geometry.blocks_per_chunk
     block = max(local_tokens // geometry.block_tokens, geometry.first_block(end_tokens))
@@ -225,7 +223,7 @@ def pieces_of(geometry: Geometry, local_tokens: int, end_tokens: int) -> Iterato
         yield Piece(chunk, first, block - chunk * per_chunk)
 
 
-def pieces_kept(geometry: Geometry, end_tokens: int) -> list[Piece]:
+def pieces_kept(geometry: "Geometry", end_tokens: int) -> list[Piece]:
     """What hits of a whole prompt of `end_tokens` need of one group.
 
     Of recurrent layers, first the state for the same prompt, whose last token is always computed,

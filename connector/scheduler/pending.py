@@ -8,8 +8,6 @@ Invariants: no request waits beyond its deadline, or for an answer of a lost ses
 ended leaves nothing here and no pins in the sidecar.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ of an adapter. So it may go on from KV of earlier weights, or of earlier files o
 our keys do not describe. Does not own any decision about loading or storing.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -68,7 +66,7 @@ class GroupState:
     """One request in one KV cache group."""
 
     group: int
-    geometry: Geometry
+    geometry: "Geometry"
     chain: KeyChain
     tags: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty((0, 2), dtype=np.uint64))
     """Index tags of the chain's keys, for sessions with `tags_salt`."""
@@ -232,7 +230,7 @@ class PrefixCache:
         blocks: Sequence[Any] | None = self._block_pool.get_cached_block(hashes[last], list(groups))
         return blocks or ()
 
-    def states_at(self, request: Any, end_tokens: int, groups: Sequence[int]) -> list[State]:
+    def states_at(self, request: Any, end_tokens: int, groups: Sequence[int]) -> "list[State]":
         """As `states_of`, what vLLM has cached for these groups of recurrent layers."""
         blocks = self.blocks_at(request, end_tokens, groups) if groups else ()
         return [
@@ -250,7 +248,7 @@ class Requests(dict[str, RequestState]):
     """Request id to state, of the requests that are cached."""
 
     def __init__(
-        self, groups: Sequence[CachedGroup], settings: Settings, prefix_cache: PrefixCache
+        self, groups: "Sequence[CachedGroup]", settings: Settings, prefix_cache: PrefixCache
     ) -> None:
         super().__init__()
         self.adapters = Adapters(settings.world_size, self._void_adapter)

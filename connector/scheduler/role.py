@@ -13,8 +13,6 @@ Invariants:
   end.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os
@@ -49,7 +47,7 @@ class SchedulerRole:
     def __init__(
         self,
         client: Client,
-        groups: Sequence[CachedGroup],
+        groups: "Sequence[CachedGroup]",
         settings: Settings,
         block_pool: Any,
         *,
@@ -255,7 +253,7 @@ class SchedulerRole:
         self,
         scheduled: dict[str, int],
         block_ids_of: Callable[[str], Sequence[Sequence[int]]],
-        states: Mapping[str, Sequence[State]] = MappingProxyType({}),
+        states: "Mapping[str, Sequence[State]]" = MappingProxyType({}),
         preempted: Iterable[str] = (),
     ) -> StepPlan:
         """Jobs of a step that computes this many tokens of each `scheduled` request.

@@ -3,8 +3,6 @@
 `role.py` counts hits, misses and loads, `pending.py` lookups, `stores.py` stores.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields, replace
 
 
@@ -40,7 +38,7 @@ class Stats:
     expected_late: int = _counter("Requests whose expect_tokens of another engine were late")
     requests_uncached: int = _counter("Requests of an engine that had no sidecar or was refused")
 
-    def take(self) -> Stats:
+    def take(self) -> "Stats":
         """A copy of the counters, which start again at 0."""
         taken = replace(self)
         for counter in fields(self):

@@ -14,8 +14,6 @@ Invariants:
   it may still be copied.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -207,7 +205,7 @@ class StorePlanner:
         self,
         scheduled: Mapping[str, int],
         block_ids_of: Callable[[str], Sequence[Sequence[int]]],
-        states: Mapping[str, Sequence[State]],
+        states: "Mapping[str, Sequence[State]]",
     ) -> None:
         """Plan the stores of a step; see `SchedulerRole.build_plan`."""
         if not self.settings.writes:
@@ -249,7 +247,7 @@ class StorePlanner:
         """
         return (self.settings.beside_others or self.others_load) and len(state.groups) == 1
 
-    def _states_held(self, state: RequestState) -> list[State]:
+    def _states_held(self, state: RequestState) -> "list[State]":
         """States that a request begins with: vLLM never hands them over again if they were lost."""
         end_tokens, state.begins_tokens = state.begins_tokens, 0
         if not end_tokens:
@@ -262,7 +260,7 @@ class StorePlanner:
         state: RequestState,
         num_tokens: int,
         block_ids_of: Callable[[str], Sequence[Sequence[int]]],
-        handed: Sequence[State],
+        handed: "Sequence[State]",
     ) -> None:
         request = state.request
         # Draft tokens and placeholders are not known yet, so they do not count as computed.
@@ -367,7 +365,7 @@ def _tail(group: GroupState, num_tokens: int) -> list[Part]:
     return [Part(group.group, chunk, blocks, group.chain.partial(chunk, blocks))] if blocks else []
 
 
-def _state_parts(groups: Sequence[GroupState], states: Sequence[State]) -> list[Part]:
+def _state_parts(groups: Sequence[GroupState], states: "Sequence[State]") -> list[Part]:
     """States as parts of their groups."""
     parts: list[Part] = []
     for number, block_id, num_tokens in states:

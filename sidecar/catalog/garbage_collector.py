@@ -13,8 +13,6 @@ logged, counted and tried again at the next poll, and prevents nothing else; the
 whatever happens, or expires by itself.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import secrets

@@ -12,8 +12,6 @@ its writer's by more than `EARLIER_SECONDS`. Where the store fails, a pass goes 
 from where it was. No namespace waits for the pause of another one.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time

@@ -12,8 +12,6 @@ it as they come, and a manifest corrects it. The event loop counts, so that cost
 the tenants of the new rows, not to the up to 65,536 that a manifest names.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import deque
@@ -205,7 +203,7 @@ class Catalogs:
             if namespace_digest in (None, digest)
         )
 
-    def _usage_in(self, realm: RealmLayout) -> _NamespaceUsage:
+    def _usage_in(self, realm: RealmLayout) -> "_NamespaceUsage":
         self._closing.discard(realm.namespace_digest)
         return self._usage.setdefault(realm.namespace_digest, _NamespaceUsage())
 

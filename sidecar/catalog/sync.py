@@ -11,8 +11,6 @@ known: before that no segment can be matched to a rank, and no engine could load
 parsed in threads, and rows are passed on a few at a time, so that engines are answered in between.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence

@@ -5,8 +5,6 @@ imported when the command runs: `kvlake --help` stays quick, and an environment 
 sidecar's packages gets a message rather than a traceback. Exit codes are in `sidecar/exits.py`.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import shlex

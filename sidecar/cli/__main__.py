@@ -1,7 +1,5 @@
 """`python -m sidecar.cli`: the `kvlake` command where its script is not on the path."""
 
-from __future__ import annotations
-
 import sys
 
 from sidecar.cli import main

@@ -6,8 +6,6 @@ Invariants: one request with a deadline; no proxy is used, because the sidecar i
 beside it; a redirect does not get the token.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json
@@ -44,7 +42,7 @@ class SidecarNotReady(NoAnswer):
     """Something listens there but does not answer yet: a sidecar that starts, ends or hangs."""
 
 
-def url_of(config: Config) -> str:
+def url_of(config: "Config") -> str:
     """Address of the sidecar of this configuration. Raises `NoAnswer` if the port is not known."""
     settings = config.http
     if settings.port == 0:
@@ -128,7 +126,7 @@ def client_of(options: Options) -> SidecarClient:
     return SidecarClient(url, options.timeout, token)
 
 
-def asks_host(options: Options, config: Config) -> bool:
+def asks_host(options: Options, config: "Config") -> bool:
     """Whether `du` or `ls` is about host memory rather than the object store."""
     return bool(options.host or options.url or config.store is None)
 

@@ -1,7 +1,5 @@
 """`kvlake config`, `kvlake keygen` and `kvlake tenant id`: the configuration and its secrets."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What all commands share: output, errors that end a command, the configuration, tables."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -56,7 +54,7 @@ def complain(text: str, command: str = "kvlake") -> None:
     sys.stderr.flush()
 
 
-def load_config(path: Path | None) -> Config:
+def load_config(path: Path | None) -> "Config":
     """The configuration. Its secrets are masked in all output. Raises `CommandError`."""
     from sidecar.config.model import ConfigError, load
     from tiers.redaction import conceal

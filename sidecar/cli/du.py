@@ -5,8 +5,6 @@ would find. Nothing is written. A running sidecar answers for host memory
 (`sidecar/observe/host_contents.py`).
 """
 
-from __future__ import annotations
-
 import time
 from typing import Final
 

@@ -4,8 +4,6 @@ Owns the order of one collection by hand, and its report. Does not own rounds of
 (`sidecar/catalog/garbage_collector.py`, `tiers/catalog/compaction.py`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ Invariants: a file that cannot be read, or is no chunk file, is a result with a 
 exception; Arrow's parser sees a file only after all of its bytes were checked.
 """
 
-from __future__ import annotations
-
 import stat
 from collections.abc import Mapping
 from pathlib import Path

@@ -7,8 +7,6 @@ Invariants: memory is bounded by a few catalog files, however many chunks there 
 listing that fails midway is not closed. Nothing is written.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -5,8 +5,6 @@ Does not own what a command does: `module` names the module that has its `main(o
 Invariant: no secret is an option, because other users of the machine can see command lines.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import importlib.metadata

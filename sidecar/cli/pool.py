@@ -5,8 +5,6 @@ The files are `tiers/pool/file.py`'s.
 Invariant: showing changes nothing, also beside a running sidecar; a pool in use is not removed.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from sidecar.cli.console import CommandError, Document, NoAnswer, Options, load_config, say, show

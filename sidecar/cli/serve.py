@@ -3,8 +3,6 @@
 The sidecar itself is in `sidecar/app.py`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import gc

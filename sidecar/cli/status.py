@@ -5,8 +5,6 @@ Does not own what the document says (`sidecar/observe/status.py`).
 Invariant: fields that a document of another release lacks are left out or shown as "?".
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Final, cast
 

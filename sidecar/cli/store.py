@@ -1,7 +1,5 @@
 """What `du`, `ls` and `gc` share: the configured object store, its namespaces and its tenants."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, TypeVar

@@ -12,8 +12,6 @@ Invariants:
   URL, a value below a setting of `_OPAQUE`, or a value whose name is unknown.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import os

@@ -4,8 +4,6 @@ Invariants: no message has any of the content; a secret that was read is masked 
 then on; an existing file is never replaced.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path

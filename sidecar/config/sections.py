@@ -7,8 +7,6 @@ Invariants: events, which contain prompts, leave the machine only encrypted, for
 no cache salt or token is in a `repr`, or in the output of `kvlake config show`.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import re
@@ -93,7 +91,7 @@ class RuntimeSettings(Section):
         return value
 
     @model_validator(mode="after")
-    def _fits(self) -> RuntimeSettings:
+    def _fits(self) -> "RuntimeSettings":
         length = len(os.fsencode(self.attach_path))
         if length > SOCKET_PATH_BYTES_MAX:
             raise ValueError(
@@ -221,7 +219,7 @@ class LimitsSettings(Section):
     """Longest that a stopping sidecar writes to the object store."""
 
     @model_validator(mode="after")
-    def _ordered(self) -> LimitsSettings:
+    def _ordered(self) -> "LimitsSettings":
         if self.lease_ttl < self.load_deadline:
             raise ValueError(
                 f"lease_ttl={format_duration(self.lease_ttl)} ends before "
@@ -243,7 +241,7 @@ class QuotaSettings(Section):
     store_ttl: Duration | None = Field(default=None, ge=1.0)
     """Age at which its chunks are deleted from the object store, unless `store.ttl` is less."""
 
-    def rule(self, default: QuotaSettings) -> tenants.Quota:
+    def rule(self, default: "QuotaSettings") -> tenants.Quota:
         """The quota of one tenant; limits that are null are those of `default`."""
         return tenants.Quota(
             host_bytes_max=self.host_max or default.host_max,
@@ -262,7 +260,7 @@ class NamedTenantSettings(QuotaSettings):
     """Instead of the salt: its id by `kvlake tenant id`, 16 hexadecimal digits."""
 
     @model_validator(mode="after")
-    def _one_of_the_two(self) -> NamedTenantSettings:
+    def _one_of_the_two(self) -> "NamedTenantSettings":
         if (self.salt is None) == (self.id is None):
             raise ValueError("give either salt or id; `kvlake tenant id` prints the id of a salt")
         return self
@@ -327,7 +325,7 @@ class HttpSettings(Section):
     """A file with the token, readable by its owner only; `kvlake keygen` creates one."""
 
     @model_validator(mode="after")
-    def _needs_token(self) -> HttpSettings:
+    def _needs_token(self) -> "HttpSettings":
         if self.token is not None and self.token_file is not None:
             raise ValueError("token and token_file are both given; keep one of them")
         if self.token is None and self.token_file is None and not is_loopback(self.host):
@@ -368,7 +366,7 @@ class EventsSettings(Section):
     """Public CURVE keys of the allowed subscribers over TCP."""
 
     @model_validator(mode="after")
-    def _needs_keys(self) -> EventsSettings:
+    def _needs_keys(self) -> "EventsSettings":
         places = {"endpoint": self.endpoint, "replay_endpoint": self.replay_endpoint}
         over_tcp = {name: place for name, place in places.items() if place != "ipc"}
         if self.curve_secret_key_file is not None:

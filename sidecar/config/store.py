@@ -5,8 +5,6 @@ How it is reached, and what a provider or a client supports, is in `tiers/store/
 Invariant: no credential is in a `repr`, or in the output of `kvlake config show`.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Final, Literal
 
@@ -138,7 +136,7 @@ class StoreSettings(Access):
         return trimmed
 
     @model_validator(mode="after")
-    def _consistent(self) -> StoreSettings:
+    def _consistent(self) -> "StoreSettings":
         least = self.refresh_seconds + self.deadline_seconds_max
         if self.gc.grace <= least:
             raise ValueError(

@@ -12,8 +12,6 @@ Invariants: at most one trial runs at a time; a trial without a result ends afte
 so a lost report cannot disable the store for good.
 """
 
-from __future__ import annotations
-
 import enum
 from dataclasses import dataclass
 

@@ -8,8 +8,6 @@ pairs, `copy_id`, `write_id` and `read_id` count commands. A slot is named by it
 pool's mapping. A tenant is named as in the messages (`protocol.tenant_id`).
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass

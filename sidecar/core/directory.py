@@ -12,8 +12,6 @@ unless it is ABSENT; a detached chunk (corrupt or expired) has only ABSENT and Z
 are a count beside the states, never a state.
 """
 
-from __future__ import annotations
-
 import enum
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -93,7 +91,7 @@ class IllegalTransition(Exception):  # a condition, as in h11 and distributed
 class HostSegment:
     """The part of a chunk that one rank holds. Compared by identity."""
 
-    chunk: Chunk
+    chunk: "Chunk"
     rank: int
     state: SegmentState = SegmentState.ABSENT
     slot: int = -1
@@ -115,7 +113,7 @@ class HostSegment:
 class Chunk:
     """A chunk with something in host memory, or pinned. Compared by identity."""
 
-    realm: Realm
+    realm: "Realm"
     key: bytes
     tenant: bytes
     """The salt is part of the key, so the tenant of a key never changes."""

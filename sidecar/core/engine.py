@@ -13,8 +13,6 @@ evicted chunk before its slot is filled again, and see a stored one before its w
 answer), then copies, reads and writes, then messages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from typing import Final
 

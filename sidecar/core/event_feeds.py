@@ -13,8 +13,6 @@ Invariants:
 * One call makes messages for what just changed, or one message of at most `SLICE_CHUNKS` chunks.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, TypeVar

@@ -13,8 +13,6 @@ Invariants: a share never exceeds its limit; a session that holds nothing is not
 waits, everything is zero.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from typing import Final

@@ -17,8 +17,6 @@ Invariants:
 * An expired chunk cannot be found, even if it is pinned.
 """
 
-from __future__ import annotations
-
 import enum
 from collections import deque
 from collections.abc import Iterator

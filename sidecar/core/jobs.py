@@ -7,8 +7,6 @@ Invariants: a job ends once, when all its copies ended, with one outcome; a slot
 held until `Copied`, whatever happens to the session, the job or the chunk.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field

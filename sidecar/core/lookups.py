@@ -13,8 +13,6 @@ Invariants: only chunks that a lookup waits for are queued to be read, so the lo
 memory bounds the queue; a waiting lookup is listed under each chunk that it lacks.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator

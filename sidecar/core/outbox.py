@@ -3,8 +3,6 @@
 Owns the order of the commands of one event. Which decisions lead to them is up to the parts.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -11,8 +11,6 @@ for each time that it lists it; what a request keeps has one pin for it until it
 of its session, or a release.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence

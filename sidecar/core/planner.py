@@ -15,8 +15,6 @@ Invariants: without a measured prefill rate no read is refused and no wait is cu
 never above its cap, and is overdrawn by at most the time between two checks.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from typing import Final, NamedTuple
 

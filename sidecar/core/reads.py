@@ -8,8 +8,6 @@ ends in the host tier.
 Invariant: at most `reads_inflight_max` reads run; one event starts at most `reads_begun_max`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 

@@ -5,8 +5,6 @@ memory is needed. Owns these slots, and the interface to the host pool (`SlotAll
 by `tiers/pool/host_pool.py`). Does not own the slots of chunks (`host_tier.py`).
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from typing import Protocol

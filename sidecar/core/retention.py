@@ -7,8 +7,6 @@ Times are on the engine's clock, which starts with the machine. A pool is not ta
 reboot, so the time in a tag is valid wherever it is read. Pure.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import math
@@ -33,7 +31,7 @@ class Retention(NamedTuple):
     expires_at: float = math.inf
     stays: bool = False
 
-    def stricter(self, other: Retention) -> Retention:
+    def stricter(self, other: "Retention") -> "Retention":
         """What satisfies both."""
         return Retention(min(self.expires_at, other.expires_at), self.stays or other.stays)
 

@@ -8,8 +8,6 @@ a later write, or when it is the oldest of a full list; the order of the catalog
 matter. Clocks only order rows of one chunk: a wrong clock costs a miss or a read without result.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

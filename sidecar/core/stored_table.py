@@ -15,8 +15,6 @@ logarithmic in their number, whatever the keys are.
 Rejected: open addressing needs a third more memory, and a visit per entry to be filled.
 """
 
-from __future__ import annotations
-
 import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
@@ -90,7 +88,7 @@ class ListedRows:
         for key, mask_id, written_at, withdrawn in columns:
             yield ListedRow(key, self.masks[mask_id], written_at, withdrawn)
 
-    def take(self, chosen: slice | npt.NDArray[Any]) -> ListedRows:
+    def take(self, chosen: slice | npt.NDArray[Any]) -> "ListedRows":
         """The rows of this slice, array of indexes, or boolean mask."""
         return ListedRows(
             self.keys[chosen],
@@ -100,14 +98,14 @@ class ListedRows:
             self.withdrawn[chosen],
         )
 
-    def within(self, known: int) -> ListedRows:
+    def within(self, known: int) -> "ListedRows":
         """The rows that name a bit of `known`, reduced to these bits."""
         masks = tuple(mask & known for mask in self.masks)
         part = replace(self, masks=masks)
         named = np.array(masks, dtype=object).astype(np.bool_)
         return part if named.all() else part.take(named[self.mask_ids])
 
-    def sorted(self) -> ListedRows:
+    def sorted(self) -> "ListedRows":
         """The same rows in the order of their keys; rows of one key keep their order."""
         high, low = tags_of(self.keys)
         before, after = high[:-1], high[1:]

@@ -9,8 +9,6 @@ there are never more accounts than slots and names; metrics have a fixed number 
 tenants, `unsalted`, and `other`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final

@@ -12,8 +12,6 @@ draining, only what was stored before is queued: a write that starts then may be
 be reported as lost.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass

@@ -22,8 +22,6 @@ Invariants:
   their deadline at most.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time

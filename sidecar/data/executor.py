@@ -13,8 +13,6 @@ Invariants:
   return only when nothing touches the caller's memory any more.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable

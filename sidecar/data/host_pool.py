@@ -14,8 +14,6 @@ be trusted; no claim of a slot costs more than the slot is large; the number of 
 bounded, whatever the slots claim, and the claims of many slots go first.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

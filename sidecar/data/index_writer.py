@@ -10,8 +10,6 @@ step if the realm is forgotten. Without memory for a larger index the smaller on
 next entry after a pause tries again.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from typing import Final

@@ -20,8 +20,6 @@ buffers at a time, and all reads of a chunk that run at the same time share them
 damaged only if the same bytes came twice and are wrong both times.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Final
@@ -166,7 +164,7 @@ class SegmentReader:
                     self._chunks_limit.release_on_behalf_of(chunk)
 
     async def _fetch_sources(
-        self, realm: RealmLayout, command: Read, chunk: _SharedChunk
+        self, realm: RealmLayout, command: Read, chunk: "_SharedChunk"
     ) -> tuple[list[Bytes], int]:
         images: dict[int, Bytes] = {}
         errors: list[tuple[int, Exception]] = []
@@ -193,7 +191,7 @@ class SegmentReader:
             raise SourceError(bit) from error
         return [images[bit] for bit in command.sources], num_bytes
 
-    async def _download(self, name: str, holder: RankLayout, chunk: _SharedChunk) -> None:
+    async def _download(self, name: str, holder: RankLayout, chunk: "_SharedChunk") -> None:
         download = chunk.downloads[name]
         try:
             buffer = np.empty(holder.templates.slot_bytes + SLACK_BYTES, dtype=np.uint8)

@@ -5,8 +5,6 @@ command is a line of JSON on its standard input. Answers are lines of JSON on a 
 own, so that nothing that vLLM prints can mix with them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -120,7 +118,7 @@ class DemoEngine:
     def _log_tail(self) -> str:
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-40:])
 
-    def __enter__(self) -> DemoEngine:
+    def __enter__(self) -> "DemoEngine":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -4,8 +4,6 @@ Nothing is downloaded. The weights are random but fixed by a seed, so that two m
 same model; they are not the "dummy" weights of vLLM, whose uniform logits hide every error.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Final
 

@@ -4,8 +4,6 @@ Owns their command lines, starting them, waiting for them and stopping them. Cre
 server are made for one run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -6,8 +6,6 @@ cached tokens (or of the cold run, where nothing was cached). KV memory is poiso
 load, so that a load that copies nothing is noticed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -9,8 +9,6 @@ Invariants: without an admitted key no peer gets past the handshake, whose frame
 accepted subscriber.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Callable, Generator, Sequence

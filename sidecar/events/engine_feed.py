@@ -20,8 +20,6 @@ Invariants:
   cannot be counted: then the first removal counts.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

@@ -10,8 +10,6 @@ block have the order of its changes; applying an event twice is harmless; the hi
 batches and in bytes; nothing waits for a subscriber.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import time

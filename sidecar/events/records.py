@@ -9,8 +9,6 @@ A chunk of kvlake's tiers is one block here. Its name is the first half of its k
 the shared index and in the catalog's table. `block_size` is its number of tokens.
 """
 
-from __future__ import annotations
-
 from typing import Any, Final, TypeAlias
 
 import msgspec

@@ -16,8 +16,6 @@ alone, and counted; one request is answered at a time, for `ANSWER_SECONDS_MAX` 
 at most, each with `SUBSCRIPTIONS_MAX` subscriptions at most, of `REQUEST_BYTES_MAX` each.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

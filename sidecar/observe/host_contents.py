@@ -8,8 +8,6 @@ answer is true for each chunk, but not for all at one moment; one query is answe
 answer has at most `LIMIT_MAX` chunks. Cache salts and token ids are in no answer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import bisect
 import dataclasses

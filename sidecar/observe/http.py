@@ -16,8 +16,6 @@ Invariants:
   answered): clients that only hold connections keep no probe out.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import hmac
@@ -75,7 +73,7 @@ class _Connection(asyncio.Protocol):
     ends: a limit based on it would refuse clients that ask many times a second.
     """
 
-    def __init__(self, handler: web.RequestHandler, server: HttpServer) -> None:
+    def __init__(self, handler: web.RequestHandler, server: "HttpServer") -> None:
         self._handler = handler
         self._server = server
         self.begun = begun = asyncio.get_running_loop().time()

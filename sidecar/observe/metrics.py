@@ -9,8 +9,6 @@ tables with what the sidecar exports. A *part* is one rank's segment of a chunk,
 two ranks stores and loads two parts of each chunk.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import importlib.metadata

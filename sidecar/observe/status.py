@@ -8,8 +8,6 @@ Invariants: reading changes nothing and costs no more than the number of session
 classes; memory is fixed, however long the sidecar runs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

@@ -41,8 +41,6 @@ counted; every job of a `Submit` gets exactly one outcome in a `Done`, unless th
 first; nothing is pickled; a frame over `FRAME_BYTES_MAX` is refused before it is decoded.
 """
 
-from __future__ import annotations
-
 import enum
 import hashlib
 import os
@@ -199,7 +197,7 @@ class Attach(WireStruct, tag="attach", omit_defaults=True, frozen=True):
         return self.world_size // self.replicas
 
     @property
-    def parts(self) -> tuple[Attach, ...]:
+    def parts(self) -> "tuple[Attach, ...]":
         """One message for each group, as an engine of that group alone would send it."""
         first = msgspec.structs.replace(self, groups=())
         others = (msgspec.structs.asdict(group) for group in self.groups)

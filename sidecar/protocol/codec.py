@@ -7,8 +7,6 @@ Invariants: a frame over `FRAME_BYTES_MAX` is refused before it is decoded; what
 checked before it is returned; nothing but `ProtocolError` is raised.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Final, TypeVar

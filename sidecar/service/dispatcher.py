@@ -9,8 +9,6 @@ ends the sidecar, without which its clients go on. A reply that cannot be delive
 session: the client sees the end of file and attaches again, instead of waiting for the answer.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time

@@ -10,8 +10,6 @@ own connection. Users who are not served are refused before a byte is read, and 
 A refusal is logged once a minute for each user and code.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

@@ -14,8 +14,6 @@ Invariants: one client at a time makes room, and no client attaches meanwhile, s
 realm precede those of a later one with its name. The loop runs other tasks every few milliseconds.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from itertools import islice

@@ -14,8 +14,6 @@ Invariants:
   sidecar's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

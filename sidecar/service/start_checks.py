@@ -4,8 +4,6 @@ Owns warnings about them: `kvlake serve` logs them, `kvlake doctor` shows them. 
 nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

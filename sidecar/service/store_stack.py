@@ -7,8 +7,6 @@ RateLimited, Billed. The deadline (`store.deadline_seconds_max`) includes retrie
 turn; every attempt counts for the rate and the bill; the counters see what the callers see.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Final
 

@@ -8,8 +8,6 @@ Invariants: without `$NOTIFY_SOCKET` nothing is sent; sending never waits and ne
 process speaks for another one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

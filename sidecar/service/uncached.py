@@ -7,8 +7,6 @@ Invariants: an engine is listed once, however many of its processes are concerne
 stays while a connection of it is open; one that was refused, while it retries. Both are bounded.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time

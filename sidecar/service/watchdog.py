@@ -13,8 +13,6 @@ loop from before the first task is started until after the last has ended. A che
 two sidecars never fight over one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

@@ -11,8 +11,6 @@ Invariants:
 * What a GPU cannot do is an `AttachRefused` with the reason: its engine serves without the cache.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Sequence
@@ -99,7 +97,7 @@ class Gpus:
 
     def open(
         self, memory: Memory, layouts: Sequence[KVLayout], fds: list[int]
-    ) -> tuple[GpuMapping, Sequence[Region]]:
+    ) -> "tuple[GpuMapping, Sequence[Region]]":
         """Map a worker's memory on a prepared device. Raises `AttachRefused`."""
         device, pins = self._devices[memory.device_uuid], self._pins
         assert pins is not None, "pinned with the first device"

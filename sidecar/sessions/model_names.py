@@ -5,8 +5,6 @@ Does not own the namespace (`connector/identity/namespace.py`, `connector/offloa
 Invariant: for any JSON the name has printable characters only, and a bounded number of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Final, cast
 

@@ -16,8 +16,6 @@ Invariants:
   share the realm if their topology has the same name.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib
@@ -54,7 +52,7 @@ class RankLayout:
     layout: ChunkLayout
     templates: SlotTemplates
 
-    def as_stored(self, image: Bytes) -> RankLayout:
+    def as_stored(self, image: Bytes) -> "RankLayout":
         """The same segment in blocks of the size that a foreign image declares.
 
         Itself where the sizes are equal, and where its blocks cannot be made from those of the
@@ -99,7 +97,7 @@ class RealmLayout:
     """The name that the first engine gave a model that is files; else empty."""
     index: IndexWriter
     """Not used where it has a home: use `indexed_in.index`, which may have been replaced since."""
-    home: RealmLayout | None = None
+    home: "RealmLayout | None" = None
     """The realm of the engine's first KV cache group; None in that realm itself."""
     group: int | None = None
     """The number of its KV cache group, of engines that have several."""
@@ -112,7 +110,7 @@ class RealmLayout:
     """Whether it was removed. Tasks that hold it across a wait must look here."""
 
     @property
-    def indexed_in(self) -> RealmLayout:
+    def indexed_in(self) -> "RealmLayout":
         """The realm whose index has this realm's chunks."""
         return self.home or self
 

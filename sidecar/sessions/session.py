@@ -11,8 +11,6 @@ Invariants:
 * An ended session is forgotten here at once. Its id is never reused.
 """
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Sequence

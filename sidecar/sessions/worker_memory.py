@@ -8,8 +8,6 @@ and its last copy have ended; every received descriptor is mapped or closed; wha
 least the declared size, and is sealed against shrinking (`tiers/kv/memfd.py`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging
@@ -99,11 +97,11 @@ class HostRegion:
     _plan: CopyPlan
     _mapping: HostMapping
 
-    def gather(self, block_ids: BlockIds, payload: Bytes) -> HostTransfer:
+    def gather(self, block_ids: BlockIds, payload: Bytes) -> "HostTransfer":
         """A copy of blocks to `payload`, carried out by `finish`."""
         return HostTransfer(self._plan.gather, self._mapping, block_ids, payload)
 
-    def scatter(self, block_ids: BlockIds, payload: Bytes) -> HostTransfer:
+    def scatter(self, block_ids: BlockIds, payload: Bytes) -> "HostTransfer":
         """A copy of `payload` to blocks, carried out by `finish`."""
         return HostTransfer(self._plan.scatter, self._mapping, block_ids, payload)
 

@@ -14,8 +14,6 @@ Invariants:
 * A connection reads one `Attach` and then nothing: end of file means that the peer is gone.
 """
 
-from __future__ import annotations
-
 import array
 import asyncio
 import contextlib

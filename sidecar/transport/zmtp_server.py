@@ -17,8 +17,6 @@ Invariants:
   user, which no other connection holds.
 """
 
-from __future__ import annotations
-
 import abc
 import asyncio
 import contextlib

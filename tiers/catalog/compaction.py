@@ -19,8 +19,6 @@ log offers it again, and it is not newer than the withdrawn row. Times that are 
 given by the store's clock, except for when rows were written.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping

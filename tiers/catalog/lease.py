@@ -12,8 +12,6 @@ when it renews; a few earlier generations stay, so that a late process does not 
 again.
 """
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Callable

@@ -9,8 +9,6 @@ and numbers grow without gaps; rows leave the buffer only once the store has the
 bounded, and what does not fit is counted and left to reconciliation.
 """
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Callable

@@ -9,8 +9,6 @@ Invariants: those of `compaction.py`; a row is announced as withdrawn before it 
 object that may be written or announced at this moment is left alone.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace

@@ -14,8 +14,6 @@ bounded. A writer stays in `merged` for `HISTORY` generations after its last fil
 reader that is no further behind finds out what it has missed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Generator

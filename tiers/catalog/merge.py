@@ -8,8 +8,6 @@ Invariants: pure; merging is associative, commutative and idempotent, so the res
 on which process merged what, how often, or in which order.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, Final
 

@@ -16,8 +16,6 @@ objects, quarantined ones and those of later formats are ignored. Numbers have a
 the names in one folder sort as their numbers do.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Final, NamedTuple
 

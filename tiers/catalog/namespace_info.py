@@ -8,8 +8,6 @@ namespace is the folder's name. The digest does not cover the model's served nam
 for people. Nothing here decides which bytes are loaded: a store without the record works.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 from typing import Any, Final, NamedTuple, cast

@@ -13,8 +13,6 @@ A row made of a listing has no tenant, parent or number of blocks, and the store
 the writer's own row is known, it is newer and holds.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Awaitable, Callable

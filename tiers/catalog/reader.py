@@ -15,8 +15,6 @@ leaves the rest to the next refresh. Whatever is in the folder, reading it ends 
 error of the tier: foreign names are skipped, sizes are bounded.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections import Counter

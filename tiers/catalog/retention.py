@@ -14,8 +14,6 @@ Invariants: pure; the same chunks in the same order get the same decision; memor
 `CELLS_MAX`, or by the number of tenants.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

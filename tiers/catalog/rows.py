@@ -15,8 +15,6 @@ name parses. Times and sizes are bounded, so that sums do not overflow. `encode`
 and Arrow (`format/File.fbs`, `format/Message.fbs`) lay it out. What it allocates is bounded.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -131,7 +129,7 @@ class Rows:
             tenant=b"" if tenant == NO_TENANT else tenant,
         )
 
-    def take(self, chosen: npt.NDArray[Any]) -> Rows:
+    def take(self, chosen: npt.NDArray[Any]) -> "Rows":
         """The rows of these indexes, or of this mask."""
         return replace(self, **{name: getattr(self, name)[chosen] for name in _COLUMNS})
 

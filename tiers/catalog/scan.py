@@ -13,8 +13,6 @@ Invariants: nothing is written; a file that is broken or lost is left out and ma
 suspect; no file of a writer's log is taken before those with lower numbers, unless they are lost.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeVar, TypeVarTuple
@@ -233,7 +231,7 @@ async def _check_current(files: Files, name: str) -> None:
 
 
 async def merged_shards(
-    base: BaseRows, fresh: Rows, shards: range = range(SHARDS)
+    base: "BaseRows", fresh: Rows, shards: range = range(SHARDS)
 ) -> AsyncIterator[tuple[int, Rows, Rows]]:
     """For each shard: its number, its merged rows, and those rows of the base that withdraw.
 

@@ -10,8 +10,6 @@ Invariants: pure; however many rows are added to `Sums`, memory is one cell of 4
 pair of a tenant and a span, and as much again while cells are joined.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -59,7 +57,7 @@ class Usage(NamedTuple):
     """Microseconds since 1970: no chunk was last written before; 0 without chunks."""
     chunks: Amount = 0
 
-    def plus(self, other: Usage) -> Usage:
+    def plus(self, other: "Usage") -> "Usage":
         """Both together."""
         return Usage(
             self.size_bytes + other.size_bytes,
@@ -116,7 +114,7 @@ class Cells:
     def __len__(self) -> int:
         return len(self.tenants)
 
-    def take(self, chosen: npt.NDArray[np.intp]) -> Cells:
+    def take(self, chosen: npt.NDArray[np.intp]) -> "Cells":
         """The cells of these indexes."""
         return Cells(*(getattr(self, one)[chosen] for one in _COLUMNS))
 

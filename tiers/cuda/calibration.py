@@ -9,8 +9,6 @@ that is lost meanwhile, or does not finish, is a `CudaFailed`, and memory that i
 is never freed; otherwise nothing is left behind.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import mmap

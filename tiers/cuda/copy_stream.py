@@ -11,8 +11,6 @@ nothing that was submitted can still access memory. After an error of the device
 any more, and every call raises that error.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

@@ -8,8 +8,6 @@ Invariant: the descriptors of a copy are disjoint and together are exactly its p
 be copied in any order.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -42,7 +40,7 @@ class Descriptors:
         """Whether these are ranges, and not planes."""
         return self.pitch_bytes == 1
 
-    def pieces(self) -> Descriptors:
+    def pieces(self) -> "Descriptors":
         """The same copy as ranges, run by run."""
         index, number = _numbered(self.rows.astype(np.int64))
         return Descriptors(
@@ -86,7 +84,7 @@ class PlaneShape:
     pitch_bytes: int
 
     @classmethod
-    def of(cls, runs: Runs) -> PlaneShape | None:
+    def of(cls, runs: Runs) -> "PlaneShape | None":
         """The planes that the runs of a block form; None if there are none worth a call."""
         starts = runs.starts_bytes
         if len(starts) < PLANE_ROWS_MIN:

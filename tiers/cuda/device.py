@@ -12,8 +12,6 @@ registered, or none of it; registrations are PORTABLE, so they are valid for eve
 process; they end before the pool is unmapped.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import logging
@@ -94,7 +92,7 @@ class Device:
         """The error after which nothing can be copied any more, if any."""
         return self.to_device.lost or self.to_host.lost
 
-    def import_ipc(self, handle: bytes, layout: KVLayout, pins: PinnedMemory) -> DeviceMemory:
+    def import_ipc(self, handle: bytes, layout: KVLayout, pins: "PinnedMemory") -> "DeviceMemory":
         """Map memory that another process exported by a legacy IPC handle of 64 bytes."""
         self.bind()
         call = self.driver.call
@@ -112,7 +110,7 @@ class Device:
                 )
             return DeviceMemory(self, address, layout, pins, unmap.pop_all().close)
 
-    def import_vmm(self, fd: int, layout: KVLayout, pins: PinnedMemory) -> DeviceMemory:
+    def import_vmm(self, fd: int, layout: KVLayout, pins: "PinnedMemory") -> "DeviceMemory":
         """Map memory that another process exported as a descriptor; `fd` stays the caller's."""
         self.bind()
         call, enum, size_bytes = self.driver.call, self.driver.enum, layout.size_bytes
@@ -193,19 +191,19 @@ class DeviceMemory:
         self._runs = Runs(self._layout)
         self._plane_shape = PlaneShape.of(self._runs)
 
-    def part(self, layout: KVLayout) -> DeviceMemory:
+    def part(self, layout: KVLayout) -> "DeviceMemory":
         """Another KV cache group in the same memory. Closing it unmaps nothing."""
         return DeviceMemory(self.device, self._address, layout, self._pins, lambda: None)
 
-    def gather(self, block_ids: BlockIds, payload: Bytes) -> DeviceTransfer:
+    def gather(self, block_ids: BlockIds, payload: Bytes) -> "DeviceTransfer":
         """Begin to copy blocks into `payload`, which lies in the pool."""
         return self._begin(self.device.to_host, block_ids, payload)
 
-    def scatter(self, block_ids: BlockIds, payload: Bytes) -> DeviceTransfer:
+    def scatter(self, block_ids: BlockIds, payload: Bytes) -> "DeviceTransfer":
         """Begin to copy `payload`, which lies in the pool, to blocks."""
         return self._begin(self.device.to_device, block_ids, payload)
 
-    def _begin(self, stream: CopyStream, block_ids: BlockIds, payload: Bytes) -> DeviceTransfer:
+    def _begin(self, stream: CopyStream, block_ids: BlockIds, payload: Bytes) -> "DeviceTransfer":
         check_copy(self._layout, block_ids, payload)
         number = 0
         try:

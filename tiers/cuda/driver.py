@@ -7,8 +7,6 @@ made by address, with pointers into numpy arrays (4 µs). They do not hold the G
 Invariants: nothing is loaded before a `Driver` is made; no call here waits for the device.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import importlib

@@ -4,8 +4,6 @@ Owns which of the driver's codes have which name; others are a `CudaFailed`. Eve
 call, its result and the remedy.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from tiers.errors import TierError

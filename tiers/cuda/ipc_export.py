@@ -8,8 +8,6 @@ Runs inside the engine, in the thread whose context the memory belongs to. It al
 memory, starts no work and waits for none.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from typing import Any, Final

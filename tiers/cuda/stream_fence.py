@@ -10,8 +10,6 @@ writes to an unmapped page destroys the engine's context. If that cannot be know
 until the process ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Generator
 from typing import Any, Final
@@ -21,7 +19,7 @@ from tiers.cuda.errors import CudaFailed
 from tiers.kv.fence import PAGE_BYTES, WorkerFence
 
 _PORTABLE_AND_MAPPED: Final = 3
-_kept: list[StreamFence] = []
+_kept: "list[StreamFence]" = []
 """Closed pages that a stream may still write to."""
 
 

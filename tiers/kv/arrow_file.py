@@ -21,8 +21,6 @@ pyarrow writes: if a release writes them differently, the golden files of the te
 `FORMAT` must be raised. Reading a foreign descriptor needs no Arrow parser.
 """
 
-from __future__ import annotations
-
 import io
 import math
 from typing import Any, Final

@@ -11,8 +11,6 @@ the GIL is not held while bytes move; nothing is allocated in proportion to the 
 page table, an eighth of it at most.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator

@@ -19,8 +19,6 @@ a copy of a revoked job cannot start, however late a stopped sidecar resumes. Ne
 the other without a limit: both only *try* the lock.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import mmap

@@ -24,14 +24,12 @@ Rejected: linear probing, or moving an entry to its other bucket (entries move u
 seqlock (a writer that is stopped between its two increments blocks every reader).
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os
 import struct
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -315,7 +313,7 @@ class IndexWriter:
         absent[winning] = False
         return tags[absent]
 
-    def copy_slots(self, smaller: IndexWriter, start: int) -> None:
+    def copy_slots(self, smaller: Self, start: int) -> None:
         """Copy up to `SLOTS_PER_PASS` slots of a smaller table, from `start` on."""
         source = smaller._columns
         used = np.flatnonzero(source.states[start : start + SLOTS_PER_PASS]) + start

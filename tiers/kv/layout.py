@@ -16,8 +16,6 @@ Invariants, checked at construction:
 * A payload is in C order `[blocks, layers, heads, tokens, content]`, whatever the engine's order.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -107,7 +105,7 @@ class Segment(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=Tru
         return f"{self.first_layer}-{last_layer}.{self.first_head}-{last_head}"
 
     @classmethod
-    def parse(cls, name: str) -> Segment:
+    def parse(cls, name: str) -> "Segment":
         """The segment of a canonical name. Raises `LayoutError` for any other."""
         # The slice keeps a hostile name of megabytes out of the expression and the message.
         match = _SEGMENT_NAME.fullmatch(name[:64])
@@ -191,7 +189,7 @@ class ChunkLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return heads * self.block_entries * self.content_bytes
 
     @property
-    def geometry(self) -> ChunkLayout:
+    def geometry(self) -> "ChunkLayout":
         """The same layout for chunks of one block, so that it does not depend on the chunk size."""
         return msgspec.structs.replace(self, blocks_per_chunk=1)
 
@@ -312,7 +310,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         encoding: str,
         size_bytes: int,
         entry_tokens: int = 1,
-    ) -> KVLayout:
+    ) -> "KVLayout":
         """The layout of per-layer views `(offset_bytes, shape, strides_bytes)`.
 
         Shapes are `(blocks, heads, tokens, content elements)`, as in vLLM's

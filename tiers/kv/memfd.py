@@ -9,8 +9,6 @@ SIGBUS, which ends the process: one client could end the sidecar of all. The ker
 for every holder of the descriptor.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

@@ -9,8 +9,6 @@ Invariants: a byte of the target is copied from the same (layer, head, token) of
 all; `cover` returns sources that leave no hole.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection
 from typing import Final

@@ -15,8 +15,6 @@ Invariants:
   are therefore only compared, never parsed. Truncation shows in the length.
 """
 
-from __future__ import annotations
-
 import bisect
 from dataclasses import dataclass
 from typing import Final

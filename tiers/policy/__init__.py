@@ -8,8 +8,6 @@ Invariants: `victims` names exactly the keys that were added and not removed, ea
 nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterator
 from typing import Protocol
 

@@ -6,8 +6,6 @@ head of a chain comes first and goes first, and leaves the rest unreachable: `lr
 Invariant: a key keeps its place from `add` to `remove`. Every call is O(1).
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 
 from tiers.policy.lru import LruPolicy

@@ -20,8 +20,6 @@ Rejected: ordering by each key's own touch, and searching for leaves when victim
 old end then fills with inner chunks of chains in use, which every call must skip.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator
 
 
@@ -41,7 +39,7 @@ class _Link:
         """Index on the path, or -1."""
         self.moving = False
 
-    def insert_before(self, following: _Link) -> None:
+    def insert_before(self, following: "_Link") -> None:
         self.preceding, self.following = following.preceding, following
         self.preceding.following = following.preceding = self
 

@@ -7,8 +7,6 @@ why one cannot be taken over. A copy into a page that is not mapped yet takes a 
 Invariant: a file without an owner's record, or of another user, is never changed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

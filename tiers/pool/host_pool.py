@@ -17,8 +17,6 @@ pool is handed out, so a full file system is an error at start and never a SIGBU
 owner's record beside it is never removed. One thread, except for `populate`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Collection
@@ -99,7 +97,7 @@ class HostPool:
         prefault: bool = True,
         threads: int = 1,
         placement: Placement | None = None,
-    ) -> HostPool:
+    ) -> "HostPool":
         """Become the owner of the pool at `path`, `size_bytes` large.
 
         Its directory exists, and should be on a tmpfs (/dev/shm). The size is rounded down to whole
@@ -131,7 +129,7 @@ class HostPool:
         return pool
 
     @classmethod
-    def _open(cls, path: Path, size_bytes: int, lock_fd: int, backing: Backing) -> HostPool:
+    def _open(cls, path: Path, size_bytes: int, lock_fd: int, backing: Backing) -> "HostPool":
         there = os.path.lexists(path)
         if there:
             require_ours(path, owner_of(lock_fd))

@@ -9,8 +9,6 @@ write of constant length, so an owner killed at any moment leaves the old one or
 looking at a lock keeps nobody from taking it, and testing leaves no file behind.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -95,7 +93,7 @@ class Owner:
         return here and _started_ticks(self.pid) == self.started_ticks
 
     @classmethod
-    def current(cls) -> Owner:
+    def current(cls) -> "Owner":
         """This process."""
         return cls(os.getpid(), _started_ticks(os.getpid()), read_boot_id())
 

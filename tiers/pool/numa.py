@@ -11,8 +11,6 @@ Invariants: the policy is set before the first page is allocated, since it moves
 that names nodes is followed or refused, `auto` is followed or gives a reason.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno
@@ -59,7 +57,7 @@ class Placement:
     @classmethod
     def of(
         cls, setting: Literal["auto", "off"] | tuple[int, ...], root: Path = Path("/")
-    ) -> Placement:
+    ) -> "Placement":
         """A setting on this machine. Raises `PoolError` for nodes that do not exist."""
         if setting == "off":
             return cls(reason="host.numa is off")

@@ -5,8 +5,6 @@ Invariants: ranges never overlap; `take` of a slot is O(1), `take` and `give` of
 the list of free ones.
 """
 
-from __future__ import annotations
-
 import bisect
 import itertools
 from collections import OrderedDict

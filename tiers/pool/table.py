@@ -21,8 +21,6 @@ of a dead process in program order. Hence the invariants:
 * Readers trust nothing in a table: every number is checked before it is used.
 """
 
-from __future__ import annotations
-
 import struct
 from dataclasses import dataclass
 from typing import Final
@@ -69,12 +67,12 @@ class TableShape:
     records_max: int
 
     @classmethod
-    def of(cls, size_bytes: int) -> TableShape:
+    def of(cls, size_bytes: int) -> "TableShape":
         """The shape of a new pool of `size_bytes`."""
         slabs_max = max(_SLABS_MIN, size_bytes // _BYTES_PER_SLAB)
         return cls(size_bytes, slabs_max, max(_RECORDS_MIN, size_bytes // _BYTES_PER_RECORD))
 
-    def resized(self, size_bytes: int) -> TableShape | None:
+    def resized(self, size_bytes: int) -> "TableShape | None":
         """The same table with more or fewer slots; None if its capacities are too far off.
 
         A table made for a sixteenth of the size has a record for each 256 KiB.

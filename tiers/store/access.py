@@ -9,8 +9,6 @@ it, or the store does not open; no credential is in a `repr`, a message or the J
 message names the setting as the configuration file spells it, and the remedy.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal

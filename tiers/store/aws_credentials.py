@@ -9,8 +9,6 @@ before they end; those that somebody else renews in a file are read again within
 STS is reached with the same proxy and authorities as the store.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime as dt
 import os
@@ -25,6 +23,8 @@ from tiers.store.access import Access
 
 Credential = dict[str, Any]
 """As obstore takes it: access_key_id, secret_access_key, token, expires_at (None: never)."""
+Provider = Callable[[], Credential]
+"""Blocks while it asks STS or another service."""
 SESSION_NAME: Final = "kvlake"
 REGION_DEFAULT: Final = "us-east-1"
 REREAD_SECONDS: Final = 60
@@ -33,8 +33,8 @@ OBSTORE_AHEAD_SECONDS: Final = 300
 """How long before their end obstore asks for new ones."""
 
 
-def credential_provider(access: Access) -> Callable[[], Credential] | None:
-    """Credentials for `access`, which may block to ask STS; None for anonymous requests."""
+def credential_provider(access: Access) -> Provider | None:
+    """Credentials for `access`; None for anonymous requests."""
     credentials = access.credentials
     match credentials.kind:
         case "anonymous":
@@ -65,7 +65,13 @@ class AwsCredentials:
 
     def __call__(self) -> Credential:
         """Credentials that are good now. Raises botocore's errors."""
-        with self._looking:
+        found = self._found
+        if found is None:
+            self._looking.acquire()
+        # While another thread asks, what it found before may be good still.
+        elif dt.datetime.now(dt.UTC) < self._reread_at or not self._looking.acquire(blocking=False):
+            return found
+        try:
             if self._found is None or dt.datetime.now(dt.UTC) >= self._reread_at:
                 keys = self._look_up()
                 self._reread_at = dt.datetime.now(dt.UTC) + dt.timedelta(seconds=REREAD_SECONDS)
@@ -77,6 +83,8 @@ class AwsCredentials:
                     "expires_at": ends,
                 }
             return self._found
+        finally:
+            self._looking.release()
 
     def _look_up(self) -> Any:
         from botocore.credentials import DeferredRefreshableCredentials, RefreshableCredentials

@@ -10,8 +10,6 @@ its bytes, or does not exist; a read costs one request, and at most the memory o
 byte, and its copy in the client.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future

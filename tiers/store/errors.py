@@ -8,8 +8,6 @@ bounded and a wrong "stop" would turn the store off; a server's 404 is a miss on
 code that says so; no secret of a setting or of a URL appears in a message.
 """
 
-from __future__ import annotations
-
 import errno
 import re
 import socket

@@ -17,8 +17,6 @@ Invariants:
   last page is not read directly.)
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

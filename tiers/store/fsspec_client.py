@@ -15,8 +15,6 @@ whose `mode="create"` is not atomic.
 
 # ruff: noqa: SLF001 - the asynchronous half of fsspec's contract is its underscored methods
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import datetime as dt

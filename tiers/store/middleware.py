@@ -12,8 +12,6 @@ call has ended.
 
 # ruff: noqa: ARG002 - not every wrapper needs the verb and the name
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 import random
@@ -247,7 +245,7 @@ class Metered(Wrapper):
     """Counts what its caller sees. Other parts of `inner` are given to show their counts, too."""
 
     retrying: Retrying | None = None
-    billed: Billed
+    billed: "Billed"
     """What the store charges for."""
     objects: UrlObjects | None = None
     clock: Callable[[], float] = time.perf_counter

@@ -9,8 +9,6 @@ Invariants, beside those of `client.py`: no name leaves the URL's folder; every 
 of `tiers.errors` that names the URL, what failed and the remedy, and contains no secret.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

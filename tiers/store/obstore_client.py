@@ -18,8 +18,6 @@ Traps of obstore 0.12, each with a test: `allow_http` panics as a keyword and wo
 mixed with a session token of the environment.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import datetime as dt

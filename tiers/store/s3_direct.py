@@ -11,8 +11,6 @@ request, unless a kept connection had been closed by the server before it could 
 connection is kept only after an answer that was read to its end.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import datetime as dt

@@ -9,8 +9,6 @@ Invariant: nothing on the node is changed. No directory, file or lock is left, a
 is not disturbed. An object is written to the store, and deleted; a port is bound for a moment.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import logging

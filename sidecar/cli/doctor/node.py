@@ -5,8 +5,6 @@ function that `serve` calls, too, and its error is shown unchanged. A GPU is use
 a context of its own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

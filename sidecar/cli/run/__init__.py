@@ -19,8 +19,6 @@ Invariants:
   time to drain, and some more, before it is killed, unless others have joined it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import functools
@@ -108,7 +106,7 @@ def run(
 
 
 def _run_engine(
-    command: Sequence[str], sidecar: SupervisedSidecar, wakeup: socket.socket, notifier: Notifier
+    command: Sequence[str], sidecar: "SupervisedSidecar", wakeup: socket.socket, notifier: Notifier
 ) -> int:
     try:
         engine = subprocess.Popen(command, start_new_session=True, env=without_notify(os.environ))

@@ -5,8 +5,6 @@ vLLM may choose larger blocks for a model, and an engine whose chunks do not fit
 without the cache (`connector/identity/eligibility.py`). Starts nothing.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil
