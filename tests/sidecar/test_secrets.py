@@ -39,6 +39,7 @@ WORDS = ("planted", "Secret+Key", "Secret%2BKey", "Pass:04", "Pass%3A04")
 # A store whose errors repeat all that it was given, as some libraries' do.
 SPILL = """
     import sys
+    import sidecar.app  # before UrlObjects is replaced, which annotations name
     from sidecar.cli import main
     from tests import places
     from tiers.errors import TierUnavailable
