@@ -138,7 +138,7 @@ def start(**named: Any) -> None:
 def described() -> tuple[Memory, KVLayout]:
     """What this worker tells of its memory."""
     memory = engine.export()
-    return memory.shared, memory.layout
+    return memory.shared, memory.layouts[0]
 
 
 def attach(socket: str, layout: KVLayout, ways: list[str], **jobs: int) -> None:
