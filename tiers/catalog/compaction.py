@@ -21,7 +21,7 @@ given by the store's clock, except for when rows were written.
 
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Final, TypeVar
 
 import anyio.lowlevel
@@ -50,7 +50,7 @@ from tiers.catalog.manifest import (
 )
 from tiers.catalog.names import NUMBER_MAX, catalog_folder, manifest_name, parse_snapshot
 from tiers.catalog.reader import Files, sort_out
-from tiers.catalog.retention import RetentionRules, TenantLimits
+from tiers.catalog.retention import TenantLimits
 from tiers.catalog.rows import Rows
 from tiers.catalog.scan import CatalogState, Superseded, load
 from tiers.catalog.usage import NO_USAGE, Usage, cells_by_tenant, usage_by_tenant
@@ -155,7 +155,12 @@ class _Compaction:
         ):
             # It may be a tenant that the manifest does not name.
             return True
-        return await _any_exceeds(plan.retention, tenants, now_seconds)
+        limits = TenantLimits(plan.retention)
+        async for batch in _batches(tenants.items()):
+            for name, used in batch:
+                if limits.of(int(name, 16)).exceeded(used, now_seconds):
+                    return True
+        return False
 
     def _grace_is_over(self, manifest: Manifest) -> bool:
         """Whether what the base withdraws may be deleted now."""
@@ -167,6 +172,13 @@ class _Compaction:
         out = SnapshotWriter(self._work, generation)
         await out.add(rows)
         usage, tenants = await _usage_with(before, rows)
+        if len(tenants) > TENANTS_MAX:
+            # A manifest names those with most bytes.
+            names = list(tenants)
+            sizes = [one.size_bytes for one in tenants.values()]
+            await anyio.lowlevel.checkpoint()
+            for number in np.argsort(sizes, kind="stable")[: len(sizes) - TENANTS_MAX].tolist():
+                del tenants[names[number]]
         return msgspec.structs.replace(
             before,
             generation=generation,
@@ -174,7 +186,7 @@ class _Compaction:
             rows=before.rows + len(rows),
             merged=self._merged(state, generation),
             held=usage,
-            tenants=await _without_smallest(tenants),
+            tenants=tenants,
             reconciled_seconds=0.0 if state.suspect else before.reconciled_seconds,
         )
 
@@ -303,29 +315,6 @@ async def _usage_with(manifest: Manifest, rows: Rows) -> tuple[Usage, dict[str, 
             tenants[name] = tenants.get(name, NO_USAGE).plus(usage)
             total = total.plus(usage)
     return total, tenants
-
-
-async def _any_exceeds(
-    rules: RetentionRules, tenants: Mapping[str, Usage], now_seconds: float
-) -> bool:
-    limits = TenantLimits(rules)
-    async for batch in _batches(tenants.items()):
-        for name, usage in batch:
-            if limits.of(int(name, 16)).exceeded(usage, now_seconds):
-                return True
-    return False
-
-
-async def _without_smallest(tenants: dict[str, Usage]) -> dict[str, Usage]:
-    """The tenants with most bytes, as many as a manifest names."""
-    if len(tenants) > TENANTS_MAX:
-        names = list(tenants)
-        sizes = [usage.size_bytes for usage in tenants.values()]
-        await anyio.lowlevel.checkpoint()
-        smallest = np.argsort(sizes, kind="stable")[: len(sizes) - TENANTS_MAX].tolist()
-        for number in smallest:
-            del tenants[names[number]]
-    return tenants
 
 
 async def _batches(items: Iterable[tuple[T, Usage]]) -> AsyncIterator[list[tuple[T, Usage]]]:
