@@ -201,8 +201,9 @@ class StoreWatch:
             async with contextlib.aclosing(reader.changes()) as changes:
                 async for rows in changes:
                     # Own rows were counted when they were written.
-                    if reader.writer != self._catalogs.writer_of(realm):
-                        await self._count(realm, rows, reader.file)
+                    file = reader.file
+                    if file is None or file.writer != self._catalogs.writer_of(realm):
+                        await self._count(realm, rows, file)
                     await self._feed_rows(realm, rows)
                     if not self._realms.knows(realm):
                         return None

@@ -144,10 +144,8 @@ class CatalogReader:
     def __init__(self, tier: ObjectTier, folder: str, counts: Counts) -> None:
         self._files = Files(tier, folder, counts)
         self.counts = counts
-        self.writer = ""
-        """The writer of the rows that came last; "" for those of a snapshot."""
         self.file: LogName | None = None
-        """Their log file; None for a snapshot."""
+        """The log file of the rows that came last; None for a snapshot."""
         self.names_known = 0
         """Names in the catalog's folder at the last refresh."""
         self.logs_unmerged = 0
@@ -216,7 +214,7 @@ class CatalogReader:
                 # Merged and deleted since the listing: a manifest has its rows.
                 return
             if rows is not None:
-                self.writer, self.file = writer, file.log
+                self.file = file.log
                 yield rows
             elif self._is_merged(file.log):
                 # Compaction may have found it intact. Nobody announces its rows again.
@@ -250,7 +248,7 @@ class CatalogReader:
                     retryable=True,
                 ) from error
             if rows is not None:
-                self.writer, self.file = "", None
+                self.file = None
                 yield rows
         self._merged = {name: merged.number for name, merged in manifest.merged.items()}
 
