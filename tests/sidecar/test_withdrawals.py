@@ -71,7 +71,8 @@ async def test_a_collected_chunk_is_forgotten_with_all_its_segments(
     [realm] = world.engine.directory.realms.values()
     for rows in (offered, withdrawn):
         lines = [
-            ListedRow(row.key, masks[row.segment], row.written_at, row.withdrawn) for row in rows
+            ListedRow(row.key, masks[row.segment], row.written_at, row.size_bytes == 0)
+            for row in rows
         ]
         world.send(Listed(0, listed_rows(lines), [Segment.parse(WHOLE)]))
         if rows is offered:

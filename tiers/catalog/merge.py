@@ -81,11 +81,6 @@ def shard_starts(rows: Rows) -> npt.NDArray[np.intp]:
     return np.searchsorted(rows.keys[:, 0], np.arange(SHARDS + 1))
 
 
-def is_sorted(rows: Rows) -> bool:
-    """Whether shards can be cut from these rows."""
-    return bool(np.all(rows.keys[1:, 0] >= rows.keys[:-1, 0]))
-
-
 def newest_of_chunk(rows: Rows) -> Longs:
     """When a segment of each row's chunk was last written or withdrawn, of sorted rows: shape [n].
 

@@ -91,11 +91,6 @@ class Row(NamedTuple):
     parent: bytes = NO_KEY
     tenant: bytes = b""
 
-    @property
-    def withdrawn(self) -> bool:
-        """Whether it withdraws its segment."""
-        return self.size_bytes == 0
-
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -239,12 +234,12 @@ def decode(body: Bytes, digest: str) -> Rows:
     if found != digest:
         raise CatalogCorrupt(f"the bytes hash to {found}, the name says {digest}")
     try:
-        return _checked(_table(body))
+        return _rows_in(body)
     except (pa.ArrowException, LayoutError, OSError, ValueError, TypeError, KeyError) as error:
         raise CatalogCorrupt(f"not a catalog file: {type(error).__name__}: {error}") from error
 
 
-def _table(body: Bytes) -> Any:
+def _rows_in(body: Bytes) -> Rows:
     count = plain_rows(body.data, BATCHES_PER_FILE_MAX)
     if count > ROWS_PER_FILE_MAX:
         raise CatalogCorrupt(f"{count} rows: a file has at most {ROWS_PER_FILE_MAX}")
@@ -255,10 +250,6 @@ def _table(body: Bytes) -> Any:
     table.validate(full=True)
     if any(column.null_count for column in table.columns):
         raise CatalogCorrupt("a column has nulls")
-    return table
-
-
-def _checked(table: Any) -> Rows:
     encoded: Any = table["segment"].combine_chunks().dictionary_encode()
     segments = tuple(encoded.dictionary.to_pylist())
     _check_segments(segments)

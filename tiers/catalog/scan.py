@@ -23,7 +23,7 @@ import anyio.to_thread
 import numpy as np
 
 from tiers.catalog.manifest import EMPTY_MANIFEST, Manifest
-from tiers.catalog.merge import SHARDS, is_sorted, merged, shard_starts
+from tiers.catalog.merge import SHARDS, merged, shard_starts
 from tiers.catalog.reader import Contents, Files, LogFile, sort_out
 from tiers.catalog.rows import FILE_BYTES_MAX, Rows, joined
 from tiers.errors import ChunkMissing
@@ -280,7 +280,8 @@ class BaseRows:
         if rows is None or not len(rows):
             self._state.suspect = True
             return
-        if not is_sorted(rows):
+        if np.any(rows.keys[1:, 0] < rows.keys[:-1, 0]):
+            # Shards cannot be cut from these rows.
             self._state.suspect = True
             rows = await anyio.to_thread.run_sync(merged, rows)
         self._file = rows

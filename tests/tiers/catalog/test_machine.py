@@ -66,7 +66,7 @@ def name_of(number: int) -> str:
 def take(held: Held, rows: Rows) -> None:
     for index in range(len(rows)):
         row = rows.row(index)
-        held[row.key] = max(held.get(row.key, (0, False)), (row.written_at, row.withdrawn))
+        held[row.key] = max(held.get(row.key, (0, False)), (row.written_at, row.size_bytes == 0))
 
 
 def offered(held: Held) -> set[int]:

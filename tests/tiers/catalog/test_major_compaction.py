@@ -121,7 +121,7 @@ async def test_what_is_lost_of_a_chunk_is_withdrawn_as_of_its_newest_segment(wor
     before = await new_rows(reader)
     assert (await world.compact(reconcile=True)).lost == 1
     [row] = await new_rows(reader)
-    assert (row.segment, row.withdrawn) == (first.name, True)
+    assert (row.segment, row.size_bytes == 0) == (first.name, True)
     assert row.written_at == max(one.written_at for one in before)
 
 
@@ -169,7 +169,7 @@ async def test_what_is_offered_again_is_whose_it_was(world: World) -> None:
     report = await world.compact(bounds)
     assert (report.found, report.withdrawn, report.deleted) == (1, 0, 0)
     again = max(await new_rows(reader), key=lambda one: one.written_at)
-    assert (again.withdrawn, again.tenant, again.parent) == (False, tenant, parent)
+    assert (again.size_bytes == 0, again.tenant, again.parent) == (False, tenant, parent)
     assert await world.offered() == {1}
 
 

@@ -87,5 +87,5 @@ class World:
 def view_of(rows: Sequence[Row]) -> set[int]:
     held: dict[bytes, tuple[int, bool]] = {}
     for row in rows:
-        held[row.key] = max(held.get(row.key, (0, False)), (row.written_at, row.withdrawn))
+        held[row.key] = max(held.get(row.key, (0, False)), (row.written_at, row.size_bytes == 0))
     return {int.from_bytes(key[1:], "big") for key, (_, withdrawn) in held.items() if not withdrawn}
