@@ -171,10 +171,7 @@ class Ages:
 
     def add(self, rows: Rows) -> None:
         """Count merged rows; all rows of a chunk must come together."""
-        live = rows.take(rows.size_bytes > 0)
-        if not len(live):
-            return
-        chunks = Chunks(live)
+        chunks = Chunks(rows.take(rows.size_bytes > 0))
         cells = cells_of(chunks, self.spans(chunks.times))
         if not self._by_tenant:
             cells = replace(cells, tenants=np.zeros(len(cells), dtype=np.uint64))
@@ -291,9 +288,8 @@ class RetentionDecision:
         """For each of these merged rows, the limit that withdraws it: shape [n]."""
         found: Reasons = np.zeros(len(rows), dtype=np.uint8)
         offered = np.flatnonzero(rows.size_bytes > 0)
-        if len(offered):
-            chunks = Chunks(rows.take(offered))
-            found[offered] = np.repeat(self._of_chunks(chunks), chunks.counts)
+        chunks = Chunks(rows.take(offered))
+        found[offered] = np.repeat(self._of_chunks(chunks), chunks.counts)
         return found
 
     def _of_chunks(self, chunks: Chunks) -> Reasons:

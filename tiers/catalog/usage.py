@@ -85,7 +85,7 @@ def run_starts(rows: npt.NDArray[Any]) -> npt.NDArray[np.intp]:
 
 
 class Chunks:
-    """Columns by chunk, of sorted rows that are offered: at least one."""
+    """Columns by chunk, of sorted rows that are offered."""
 
     def __init__(self, live: Rows) -> None:
         self.starts = starts = run_starts(live.keys)
@@ -194,10 +194,8 @@ class UsageTable:
     def add(self, rows: Rows) -> None:
         """Count merged rows; all rows of a chunk must come together."""
         self.withdrawn += int(np.count_nonzero(rows.size_bytes == 0))
-        live = rows.take(rows.size_bytes > 0)
-        if len(live):
-            chunks = Chunks(live)
-            self._sums.add(cells_of(chunks, np.zeros(len(chunks), dtype=np.int64)))
+        chunks = Chunks(rows.take(rows.size_bytes > 0))
+        self._sums.add(cells_of(chunks, np.zeros(len(chunks), dtype=np.int64)))
 
     @property
     def total(self) -> Usage:
