@@ -308,7 +308,7 @@ def _store(dispatcher: Dispatcher) -> Values:
         return {}
     store, watch = dispatcher.store.tier, dispatcher.store.watch
     collector, breakers = dispatcher.store.collector, dispatcher.engine.breakers
-    verbs = store.snapshot()
+    verbs = store.counts
     counts = {f"catalog_{name}": count for name, count in catalog_counts(dispatcher.store).items()}
     withdrawn = {one.setting: collector.withdrawn_by[one.setting] for one in retention.REASONS}
     collected = _fields("collection_", collector.collected)
@@ -332,7 +332,7 @@ def _store(dispatcher: Dispatcher) -> Values:
             for verb, counts in verbs.items()
             for cause, count in counts.failures.items()
         },
-        "store_retries": store.retried(),
+        "store_retries": dict(store.retried),
         "store_entries_skipped": store.entries_skipped,
         "store_requests": {name: store.billed.requests[name] for name in OPERATIONS},
         "store_request_bytes": {name: store.billed.num_bytes[name] for name in ("get", "put")},

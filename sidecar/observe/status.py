@@ -170,10 +170,8 @@ class SidecarStatus:
             "requests": dict(store.billed.requests),
             "request_bytes": dict(store.billed.num_bytes),
             "monthly_bill": self._bill(dispatcher.store),
-            "retries": store.retried(),
-            "verbs": {
-                verb: dataclasses.asdict(counts) for verb, counts in store.snapshot().items()
-            },
+            "retries": dict(store.retried),
+            "verbs": {verb: dataclasses.asdict(counts) for verb, counts in store.counts.items()},
         }
 
     def _bill(self, store: SharedStore) -> Document | None:

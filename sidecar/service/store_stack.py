@@ -60,4 +60,4 @@ def open_store(settings: StoreSettings, wrap_store: WrapStore | None = None) -> 
     deadline = Deadline(
         retrying, seconds_max=settings.deadline_seconds_max, deleted_together_max=together
     )
-    return Metered(deadline, retrying=retrying, billed=billed, objects=objects)
+    return Metered(deadline, retried=retrying.retried, billed=billed, objects=objects)

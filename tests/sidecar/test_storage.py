@@ -35,12 +35,12 @@ class TestOpenStore:
             with pytest.raises(TierUnavailable):
                 await store.write(NAME, image_of(10))
             assert len(proxy.exchanges) == 3
-            assert store.retried() == {"busy": 2}
-            assert store.snapshot()["write"].failures == {"busy": 1}
+            assert store.retried == {"busy": 2}
+            assert store.counts["write"].failures == {"busy": 1}
             await proxy.become(Fault.TOO_MANY, times=2)
             await store.write(NAME, image_of(10))
             assert len(proxy.exchanges) == 6
-            assert store.snapshot()["write"].succeeded == 1
+            assert store.counts["write"].succeeded == 1
             await proxy.become(Fault.FORBIDDEN)
             with pytest.raises(TierUnavailable):
                 await store.read(NAME, slot())

@@ -312,7 +312,7 @@ class TestMetered:
                 await verb
         with pytest.raises(ChunkMissing):
             await tier.read(NAME, slot())
-        counts = tier.snapshot()
+        counts = tier.counts
         assert (counts["write"].calls, counts["write"].succeeded) == (2, 1)
         assert counts["write"].num_bytes == 1000
         assert counts["write"].seconds == 2.0
@@ -326,15 +326,13 @@ class TestMetered:
         inner = Scripted()
         inner.gate = anyio.Event()
         tier = Metered(inner, billed=Billed(inner))
-        before = tier.snapshot()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(tier.list, "")
             await anyio.wait_all_tasks_blocked()
-            assert tier.snapshot()["list"].inflight == 1
+            assert tier.counts["list"].inflight == 1
             tasks.cancel_scope.cancel()
-        assert tier.snapshot()["list"].inflight == 0
-        assert tier.snapshot()["list"].failures == {"cancelled": 1}
-        assert before["list"].calls == 0
+        assert tier.counts["list"].inflight == 0
+        assert tier.counts["list"].failures == {"cancelled": 1}
 
 
 class TestFaulty:
@@ -424,11 +422,11 @@ class TestFaulty:
 async def test_retries_are_counted_by_cause() -> None:
     busy = TierUnavailable("busy", retryable=True, cause="busy")
     retrying = Retrying(Scripted([busy, busy, later()]), attempts_max=4, sleep=no_sleep)
-    tier = Metered(retrying, retrying=retrying, billed=Billed(retrying))
+    tier = Metered(retrying, retried=retrying.retried, billed=Billed(retrying))
     await tier.read(NAME, slot())
-    assert tier.retried() == {"busy": 2, "other": 1}
-    assert tier.snapshot()["read"].failures == {}
-    assert Metered(memory(), billed=Billed(memory())).retried() == {}
+    assert tier.retried == {"busy": 2, "other": 1}
+    assert tier.counts["read"].failures == {}
+    assert Metered(memory(), billed=Billed(memory())).retried == {}
 
 
 class TestRateLimited:

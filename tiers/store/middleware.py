@@ -244,38 +244,28 @@ class VerbCounts:
 class Metered(Wrapper):
     """Counts what its caller sees. Other parts of `inner` are given to show their counts, too."""
 
-    retrying: Retrying | None = None
+    retried: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
+    """`Retrying.retried`."""
     billed: "Billed"
     """What the store charges for."""
     objects: UrlObjects | None = None
     clock: Callable[[], float] = time.perf_counter
-    _counts: dict[Verb, VerbCounts] = dataclasses.field(
+    counts: dict[Verb, VerbCounts] = dataclasses.field(
         default_factory=lambda: {verb: VerbCounts() for verb in VERBS}, init=False
     )
-
-    def retried(self) -> dict[str, int]:
-        """Attempts that failed and were followed by another, by cause."""
-        return {} if self.retrying is None else dict(self.retrying.retried)
 
     @property
     def entries_skipped(self) -> int:
         """Entries of a folder that listings omitted."""
         return 0 if self.objects is None else self.objects.entries_skipped
 
-    def snapshot(self) -> dict[Verb, VerbCounts]:
-        """The counts of every verb at this moment."""
-        return {
-            verb: dataclasses.replace(counts, failures=dict(counts.failures))
-            for verb, counts in self._counts.items()
-        }
-
     async def write(self, name: str, image: Bytes, *, create: bool = False) -> None:
         """See `ObjectTier.write`."""
         await super().write(name, image, create=create)
-        self._counts["write"].num_bytes += image.nbytes
+        self.counts["write"].num_bytes += image.nbytes
 
     async def _around(self, verb: Verb, name: str, call: Callable[[], Awaitable[T]]) -> T:
-        counts = self._counts[verb]
+        counts = self.counts[verb]
         counts.calls += 1
         counts.inflight += 1
         start = self.clock()
