@@ -104,18 +104,6 @@ class StoreClient(Objects, Protocol):
         """Rename, replacing what is there. Listings give the time of the move."""
 
 
-def _track(work: Callable[[], T], ended: Future[None], *, lowered: bool) -> T:
-    """In a thread: do `work`, unless `ended` was cancelled before it began."""
-    if not ended.set_running_or_notify_cancel():
-        raise RuntimeError("work was abandoned before its thread began")
-    if lowered:
-        lower_priority()
-    try:
-        return work()
-    finally:
-        ended.set_result(None)
-
-
 async def run_to_end(
     work: Callable[[], T],
     limiter: anyio.CapacityLimiter,
@@ -132,13 +120,20 @@ async def run_to_end(
     on SIGINT) passes that shield; so after any exception the thread is asked.
     """
     ended: Future[None] = Future()
+
+    def tracked() -> T:
+        if not ended.set_running_or_notify_cancel():
+            raise RuntimeError("work was abandoned before its thread began")
+        if threads is None:
+            lower_priority()
+        try:
+            return work()
+        finally:
+            ended.set_result(None)
+
     run_sync = anyio.to_thread.run_sync if threads is None else threads.run_sync
     try:
-        return await run_sync(
-            lambda: _track(work, ended, lowered=threads is None),
-            limiter=limiter,
-            abandon_on_cancel=abort is not None,
-        )
+        return await run_sync(tracked, limiter=limiter, abandon_on_cancel=abort is not None)
     except BaseException:
         # One that has not started is cancelled, and never does.
         while not (ended.cancel() or ended.done()):

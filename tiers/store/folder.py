@@ -296,10 +296,8 @@ class LocalFolder:
         """The line of one file; none for a temporary one, which is removed when it is old."""
         try:
             status = entry.stat(follow_symlinks=False)
-        except FileNotFoundError:
-            return []
-        except OSError:
-            self.entries_skipped += 1
+        except OSError as error:
+            self.entries_skipped += error.errno != errno.ENOENT
             return []
         if not stat.S_ISREG(status.st_mode):
             self.entries_skipped += 1

@@ -193,7 +193,6 @@ class _Connection:
         The thread waits in the kernel, which wakes it for a piece and not for each packet. During
         its turn it takes what has arrived.
         """
-        seen = seen or _unseen
         done = min(len(rest), len(target))
         target[:done] = rest[:done]
         size_bytes, reported, low_water = len(target), 0, 1
@@ -217,9 +216,10 @@ class _Connection:
                     if count == 0:
                         raise _ended(done, f"an object of {size_bytes} bytes")
                     done += count
-                    seen(size_bytes, reported, done)
+                    if seen is not None:
+                        seen(size_bytes, reported, done)
                     reported, silent = done, False
-        if reported < done:
+        if seen is not None and reported < done:
             seen(size_bytes, reported, done)
         if low_water != 1:
             # The next answer's head is shorter.
@@ -435,10 +435,6 @@ def _parsed(head: bytes, rest: bytes) -> _Head:
     keep = first.startswith(b"HTTP/1.1") and fields.get(b"connection") != b"close"
     # More bytes than announced do not belong to the answer: the connection is out of step.
     return _Head(number, int(length), keep and len(rest) <= int(length), rest)
-
-
-def _unseen(_size_bytes: int, _first: int, _last: int) -> None:
-    """Where nobody asks."""
 
 
 def _ended(done: int, of: str) -> ConnectionResetError:
