@@ -83,7 +83,6 @@ class HostPool:
         self._entries = list(range(shape.slabs_max - 1, -1, -1))
         self._classes: dict[int, SlotClass] = {}
         """By the bytes of a slot, which name the class."""
-        self._slab_bytes = 0
         self._sequence = 1
         # Every allocated slot, and its slab: only these can be freed.
         self._allocated: dict[int, Slab] = {}
@@ -177,7 +176,6 @@ class HostPool:
         sealed = set(self.recovered.offsets.tolist())
         for slab in slabs:
             slab.fresh = slab.slots
-            self._slab_bytes += slab.size_bytes
             for offset in range(slab.base, slab.base + slab.size_bytes, slab.slot_bytes):
                 if offset in sealed:
                     self._allocated[offset] = slab
@@ -281,7 +279,8 @@ class HostPool:
         """The use of memory now."""
         classes = tuple(one.stats() for one in self._classes.values())
         used_bytes = sum(one.slot_bytes * one.slots_used for one in classes)
-        return PoolStats(self.size_bytes, used_bytes, self._slab_bytes, classes)
+        free_bytes = sum(one.slot_bytes * one.slots_free for one in classes)
+        return PoolStats(self.size_bytes, used_bytes, used_bytes + free_bytes, classes)
 
     def free_bytes(self) -> int:
         """Bytes in no allocated slot. The end of a free range may be too short for a slot."""
@@ -348,13 +347,11 @@ class HostPool:
         slab = Slab(self._entries.pop(), base, slot_class.slot_bytes, slots, first_record)
         self._table.add_slab(slab)
         slot_class.add(slab)
-        self._slab_bytes += slab.size_bytes
         return slab
 
     def _remove_slab(self, slab: Slab) -> None:
         self._table.remove_slab(slab.entry)
         self._classes[slab.slot_bytes].remove(slab)
-        self._slab_bytes -= slab.size_bytes
         self._entries.append(slab.entry)
         self._records.give(slab.first_record, slab.slots)
         self.extents.give(slab.base, slab.size_bytes)
