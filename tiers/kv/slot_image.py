@@ -206,10 +206,7 @@ class SlotTemplate:
                 f"block_hash={meta.key.hex()}: the image is intact but {key.hex()} was asked for; "
                 "it is stored under a wrong name"
             )
-        if digest is None:
-            self.verify_payload(view)
-        else:
-            self.check(view, digest)
+        self.check(view, _digest(self.payload(view)) if digest is None else digest)
         return meta
 
     def token_ids(self, slot: Bytes) -> list[int]:

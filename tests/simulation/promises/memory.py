@@ -105,8 +105,8 @@ MEMORY = (
     Mutation(
         "a damaged object is taken in",
         "SlotTemplate.verify",
-        "self.verify_payload(view)",
-        "pass",
+        "_digest(self.payload(view)) if digest is None else digest",
+        "view[self.checksum].tobytes() if digest is None else digest",
         ("object damaged", "store damages", "another cluster writes"),
         seed=9,
     ),
