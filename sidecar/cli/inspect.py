@@ -65,7 +65,7 @@ def inspect_file(place: str, access: Access) -> Document:
         schema: Any = pa.ipc.open_file(pa.BufferReader(image)).schema
         columns = {str(column.name): str(column.type) for column in schema}
     else:
-        document["reason"] = f"{report.verdict}: {_one_line(report.error)}"
+        document["reason"] = f"{type(report.error).__name__}: {_one_line(report.error)}"
     document["size_bytes"] = report.image_bytes
     about, meta = report.descriptor, report.meta
     if about is not None:

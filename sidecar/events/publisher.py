@@ -44,6 +44,7 @@ from sidecar.logs import fields
 from sidecar.protocol import Attach
 from sidecar.sessions.namespaces import RealmLayout, Realms
 from tiers.kv.copy import Bytes
+from tiers.kv.layout import ROW_ENCODING
 
 EVENTS_PER_BATCH_MAX: Final = 512
 SIZE_UNKNOWN: Final = 0
@@ -287,4 +288,4 @@ def _tokens(chunk: Chunk) -> int:
 
 def _knows_tokens(realm: Held) -> bool:
     layout = realm.layouts[0]
-    return layout is None or layout.knows_tokens
+    return layout is None or layout.encoding != ROW_ENCODING

@@ -64,9 +64,6 @@ class Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     entry_tokens: int = 1
 
 
-_descriptor_decoder = msgspec.json.Decoder(Descriptor)
-
-
 def find_descriptor(header: bytes) -> Descriptor | None:
     """The descriptor in a header, None without a readable one.
 
@@ -77,7 +74,7 @@ def find_descriptor(header: bytes) -> Descriptor | None:
     if start < 4 or length > DESCRIPTOR_BYTES_MAX:
         return None
     try:
-        return _descriptor_decoder.decode(header[start : start + length])
+        return msgspec.json.decode(header[start : start + length], type=Descriptor)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
 

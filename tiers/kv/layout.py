@@ -173,11 +173,6 @@ class ChunkLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return ITEM_BYTES[self.dtype]
 
     @property
-    def knows_tokens(self) -> bool:
-        """Whether the token ids stored with a chunk are known."""
-        return self.encoding != ROW_ENCODING
-
-    @property
     def block_entries(self) -> int:
         """Entries of one (block, layer, head)."""
         return self.block_tokens // self.entry_tokens

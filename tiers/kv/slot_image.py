@@ -67,11 +67,6 @@ class SegmentReport:
     meta: SegmentMeta | None
     error: ChunkCorrupt | None
 
-    @property
-    def verdict(self) -> str:
-        """`intact`, or the name of the error."""
-        return "intact" if self.error is None else type(self.error).__name__
-
 
 class SlotTemplate:
     """The image of `num_blocks` blocks of one layout in one namespace.
