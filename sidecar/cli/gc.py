@@ -175,7 +175,8 @@ async def _take(lease: CatalogLease) -> None:
     while not await lease.acquire():
         if time.monotonic() > until:
             raise CommandError(
-                f"the store's lease is held by {lease.other}, which is collecting; try again later"
+                f"the store's lease is held by {lease.other.holder}, which is collecting; try "
+                "again later"
             )
         await anyio.sleep(LEASE_POLL_SECONDS)
 

@@ -67,7 +67,7 @@ class CatalogLease:
         # Another's generation, since when it was seen, and its record.
         self._seen = -1
         self._seen_since = 0.0
-        self._other = _UNKNOWN
+        self.other = _UNKNOWN
         self.store_seconds = 0.0
         """When it was last acquired or renewed, by the store's clock."""
 
@@ -76,11 +76,6 @@ class CatalogLease:
         """Whether it was acquired, renewed in time, and as far as is known not lost."""
         return self.generation >= 0 and self._clock() - self._renewed < self._seconds
 
-    @property
-    def other(self) -> str:
-        """The name of another holder."""
-        return self._other.holder
-
     async def poll(self) -> int:
         """The newest generation, -1 for none. It grows with each acquire, renew and release.
 
@@ -88,14 +83,14 @@ class CatalogLease:
         """
         newest, now = max(await self._generations(), default=-1), self._clock()
         if newest >= 0 and newest != self._seen:
-            self._other = await self._read(newest)
+            self.other = await self._read(newest)
             self._seen, self._seen_since = newest, now
         return newest
 
     @property
     def expires_in(self) -> float | None:
         """Seconds until the lease that was found expires, unless renewed. None: it is free."""
-        other = self._other
+        other = self.other
         # Released, or made by an attempt of this process that seemed to have failed.
         free = not other.holder or (other.token == self._token and not self.held)
         if self._seen < 0 or free:

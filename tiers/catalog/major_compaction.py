@@ -100,13 +100,6 @@ class CompactionReport:
     """Rows whose object was gone."""
     files_removed: int = 0
 
-    def count_withdrawn(self, rows: Rows, reasons: Reasons) -> None:
-        """Count merged rows that a shard withdraws."""
-        self.withdrawn += len(rows)
-        self.withdrawn_bytes += int(rows.size_bytes.sum())
-        chunks = Chunks(rows)
-        self.withdrawn_cells.add(cells_of(chunks, reasons[chunks.starts].astype(np.int64)))
-
     def withdrawn_by(self) -> dict[str, int]:
         """Objects that were withdrawn, by the setting that limits them."""
         cells = self.withdrawn_cells.cells
@@ -344,7 +337,10 @@ def _withdraw(
     gone, reasons = rows.take(going), reasons[going]
     news = withdrawals(gone, newest_of_chunk(rows)[going], missing=False)
     if len(gone):
-        report.count_withdrawn(gone, reasons)
+        report.withdrawn += len(gone)
+        report.withdrawn_bytes += int(gone.size_bytes.sum())
+        chunks = Chunks(gone)
+        report.withdrawn_cells.add(cells_of(chunks, reasons[chunks.starts].astype(np.int64)))
         rows = merged(joined([rows, news]))
     report.usage.add(rows)
     return rows, gone, reasons, news

@@ -166,7 +166,8 @@ class Ages:
         self._now = int(now_seconds * MICROSECONDS)
         [self._ttl] = _column([_micros(rules.ttl_seconds)]).tolist()
         self._by_tenant = rules.tenants_capped
-        self._sums = Sums()
+        self.sums = Sums()
+        """All that was counted."""
         self._coarse = 0
 
     def add(self, rows: Rows) -> None:
@@ -176,10 +177,10 @@ class Ages:
         if not self._by_tenant:
             cells = replace(cells, tenants=np.zeros(len(cells), dtype=np.uint64))
         kept = np.flatnonzero(self.expired(chunks) == RetentionReason.KEPT)
-        self._sums.add(cells.take(kept))
-        while self._coarse < COARSEST and len(self._sums.joined) > CELLS_MAX:
+        self.sums.add(cells.take(kept))
+        while self._coarse < COARSEST and len(self.sums.joined) > CELLS_MAX:
             self._coarse += 1
-            self._sums.coarsen()
+            self.sums.coarsen()
 
     def expired(self, chunks: Chunks) -> Reasons:
         """For each chunk, the TTL that it exceeds: shape [n]."""
@@ -195,11 +196,6 @@ class Ages:
     def spans(self, times: Longs) -> Longs:
         """The span of each time."""
         return times // _MINUTE >> self._coarse
-
-    @property
-    def cells(self) -> Cells:
-        """All that was counted."""
-        return self._sums.cells
 
 
 class _Excess:
@@ -264,7 +260,7 @@ class RetentionDecision:
 
     def __init__(self, ages: Ages) -> None:
         self._ages = ages
-        rules, cells, tenants = ages.rules, ages.cells, ages.limits
+        rules, cells, tenants = ages.rules, ages.sums.cells, ages.limits
         present = cells.tenants[run_starts(cells.tenants)]
         sizes = tenants.values(tenants.size_bytes_max, present)
         objects = tenants.values(tenants.objects_max, present)

@@ -38,7 +38,7 @@ async def test_one_holds_it_until_it_is_given_back() -> None:
     assert one.held
     assert one.store_seconds == bucket.now
     assert not await two.acquire()
-    assert two.other == "one"
+    assert two.other.holder == "one"
     await one.release()
     assert await two.acquire()
     assert [one.held, two.held] == [False, True]
