@@ -87,8 +87,6 @@ def newest_of_chunk(rows: Rows) -> Longs:
     Readers keep one time for all segments of a chunk, this one. To them, a withdrawal as of an
     earlier time is older than the chunk.
     """
-    if not len(rows):
-        return rows.written_at
     starts = run_starts(rows.keys)
     newest: Longs = np.maximum.reduceat(rows.written_at, starts)
     return np.repeat(newest, np.diff(np.r_[starts, len(rows)]))
@@ -108,9 +106,8 @@ def withdrawals(rows: Rows, written_at: Longs, *, missing: bool) -> Rows:
 
 def contained_in(rows: Rows, others: Rows) -> Mask:
     """Which of `rows` are also in `others`, by key, segment and time: shape [n]."""
-    found: Mask = np.zeros(len(rows), dtype=np.bool_)
     if not len(rows) or not len(others):
-        return found
+        return np.zeros(len(rows), dtype=np.bool_)
     both = joined([rows, others])
     columns: list[npt.NDArray[Any]] = [both.written_at, both.segment_ids, *_words(both.keys).T]
     order = np.lexsort(columns)
@@ -118,9 +115,6 @@ def contained_in(rows: Rows, others: Rows) -> Mask:
     for column in columns:
         ordered = column[order]
         same &= ordered[1:] == ordered[:-1]
-    run = np.cumsum(np.r_[True, ~same]) - 1
-    other = order >= len(rows)
-    there = np.zeros(int(run[-1]) + 1, dtype=np.bool_)
-    there[run[other]] = True
-    found[order[~other]] = there[run[~other]]
-    return found
+    run = np.empty(len(order), dtype=np.intp)
+    run[order] = np.cumsum(np.r_[True, ~same])
+    return np.isin(run[: len(rows)], run[len(rows) :])

@@ -284,12 +284,10 @@ def _check_sizes(rows: Rows) -> None:
 
 def _fixed_column(column: Any, width: int) -> Bytes:
     """A fixed-size binary column as [n, width]."""
-    parts: list[Bytes] = []
-    for chunk in column.chunks:
-        data: Bytes = np.frombuffer(chunk.buffers()[1] or b"", dtype=np.uint8)
-        start = chunk.offset * width
-        parts.append(data[start : start + len(chunk) * width].reshape(len(chunk), width))
-    return np.concatenate(parts) if parts else np.zeros((0, width), dtype=np.uint8)
+    whole = column.combine_chunks()
+    data: Bytes = np.frombuffer(whole.buffers()[1] or b"", dtype=np.uint8)
+    start = whole.offset * width
+    return data[start : start + len(whole) * width].reshape(len(whole), width)
 
 
 def _fixed(field: str, values: Sequence[bytes], width: int) -> Bytes:
