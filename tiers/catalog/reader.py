@@ -166,11 +166,6 @@ class CatalogReader:
         self._incomplete = -1
         """A generation with a missing snapshot."""
 
-    @property
-    def generation(self) -> int:
-        """Generation of its manifest; -1 before the first."""
-        return self.manifest.generation
-
     async def changes(self) -> AsyncGenerator[Rows]:
         """Rows that are new since the last call, file by file. Raises `TierUnavailable`."""
         contents = await self._list()
@@ -178,10 +173,10 @@ class CatalogReader:
         if self._fresh and not contents.manifests and not contents.logs:
             self._suspect = not self._refreshed
         self._refreshed = True
-        if -1 < max(contents.manifests, default=-1) < self.generation:
+        if -1 < max(contents.manifests, default=-1) < self.manifest.generation:
             # All of them were lost, and compaction counts from 0 again.
             self.manifest, self._suspect = EMPTY_MANIFEST, True
-        newer = await self._files.manifest(contents, self.generation)
+        newer = await self._files.manifest(contents, self.manifest.generation)
         if newer is not None:
             # The compaction that made it has removed files: count them again.
             self._paged = PAGED_MAX
@@ -254,7 +249,7 @@ class CatalogReader:
 
     def _missed(self, newer: Manifest, contents: Contents) -> bool:
         """Whether files were merged and deleted that this reader has not seen."""
-        if self._fresh or newer.generation - self.generation > HISTORY:
+        if self._fresh or newer.generation - self.manifest.generation > HISTORY:
             return True
         ahead: Counter[str] = Counter()
         for file in contents.logs:
@@ -274,7 +269,7 @@ class CatalogReader:
     @property
     def _fresh(self) -> bool:
         """Whether nothing was read yet. A snapshot then costs less than its logs."""
-        return self.generation < 0 and not self._positions
+        return self.manifest.generation < 0 and not self._positions
 
     def _position(self, writer: str) -> int:
         """The last file of a writer that was read or is in snapshots that were."""

@@ -231,7 +231,7 @@ async def test_a_new_reader_takes_the_snapshot_and_an_old_one_goes_on() -> None:
     log.append(row(4))
     await log.flush()
     assert await new_rows(old) == [row(3), row(4)]
-    assert (old.generation, old.counts.reloads) == (0, 0)
+    assert (old.manifest.generation, old.counts.reloads) == (0, 0)
     for found in await tier.list(f"{FOLDER}/log"):
         parsed = parse_log(FOLDER, found.name)
         if parsed and parsed.number < 4:
@@ -282,7 +282,7 @@ async def test_a_damaged_manifest_leaves_the_one_before() -> None:
     await tier.write(newest, image_of(200))
     one = reader(tier)
     assert await new_rows(one) == [row(0)]
-    assert one.generation == 0
+    assert one.manifest.generation == 0
 
 
 async def test_an_absent_catalog_is_doubted_once() -> None:
@@ -470,7 +470,7 @@ async def test_manifests_that_are_counted_anew_are_followed() -> None:
     await put_snapshot(tier, Manifest(0, merged={log.writer: Merged(0, 0)}), [row(0), row(1)])
     await tier.delete([found.name for found in await tier.list(f"{FOLDER}/log")])
     assert await new_rows(one) == [row(0), row(1)]
-    assert one.generation == 0
+    assert one.manifest.generation == 0
     assert one.take_suspect()
     assert await new_rows(one) == []
     assert not one.take_suspect()
