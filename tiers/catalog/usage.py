@@ -133,11 +133,9 @@ NO_CELLS: Final = Cells(
 
 def joined_cells(cells: Cells) -> Cells:
     """One cell for each tenant and span of these cells, which may be in any order."""
-    if not len(cells):
-        return cells
     order = np.lexsort((cells.spans, cells.tenants))
     tenants, spans = cells.tenants[order], cells.spans[order]
-    new = np.r_[True, (tenants[1:] != tenants[:-1]) | (spans[1:] != spans[:-1])]
+    new = np.r_[len(cells) > 0, (tenants[1:] != tenants[:-1]) | (spans[1:] != spans[:-1])]
     starts = np.flatnonzero(new)
     return Cells(
         tenants[starts],
@@ -228,13 +226,11 @@ def cells_of(chunks: Chunks, spans: Longs) -> Cells:
 def cells_by_tenant(rows: Rows) -> Cells:
     """What rows in any order offer, a cell for each tenant. Each row counts as a chunk."""
     live = rows.take(rows.size_bytes > 0)
-    if not len(live):
-        return NO_CELLS
     ones: Longs = np.ones(len(live), dtype=np.int64)
     amounts: Longs = np.stack([live.size_bytes, ones, ones], axis=1)
     spans: Longs = np.zeros(len(live), dtype=np.int64)
     words = words_of(live)
-    if np.all(words == words[0]):
+    if len(words) and np.all(words == words[0]):
         # Most files are of one tenant and need no sorting.
         oldest = live.written_at.min(keepdims=True)
         return Cells(words[:1], spans[:1], amounts.sum(axis=0, keepdims=True), oldest)
