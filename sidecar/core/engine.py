@@ -126,6 +126,7 @@ class Engine:
             KeyError: a copy, read or write ended that was not running.
             IllegalTransition: a bug in the engine.
         """
+        self.lookups.now = now
         self.host.expire(now)
         self._apply_host_changes()
         # Before the event, because rows of the catalog are counted apart from other changes.
@@ -148,7 +149,7 @@ class Engine:
             case Written():
                 self.writes.ended(event, now)
             case ReadDone():
-                self.lookups.read_ended(event, now)
+                self.lookups.read_ended(event)
             case SessionOpened():
                 self._open(event)
                 self._adopt()
@@ -165,7 +166,7 @@ class Engine:
                 self._forget_realms(event.realm_ids)
             case Tick():
                 self.counters.leases_expired += self.leases.expire(now)
-                self.lookups.expire(now)
+                self.lookups.expire()
                 self.request_pins.expire(now)
             case Resumed():
                 self._outbox.resuming = self.reads.resuming = False
@@ -257,7 +258,7 @@ class Engine:
             case Submit():
                 self._submit(session, realms, message, now)
             case Lookup():
-                self.lookups.start(session_id, realms, message, now)
+                self.lookups.start(session_id, realms, message)
             case Lease():
                 self._lease(session, realms, message, now)
             case Pin():

@@ -77,8 +77,8 @@ class Lookups(CorePart):
         self._pins = pins
         self._credits = defaultdict[int, Credit](lambda: Credit(parts.limits.regret_max))
         """By session."""
-        self._now = 0.0
-        """Time of the last event."""
+        self.now = 0.0
+        """Time of the event."""
         self._by_session: dict[int, dict[int, OpenLookup]] = {}
         self.waiters: dict[Chunk, dict[OpenLookup, None]] = {}
         self._draining = False
@@ -90,9 +90,8 @@ class Lookups(CorePart):
         for lookups in self._by_session.values():
             yield from lookups.values()
 
-    def start(self, session_id: int, realms: list[Realm], message: Lookup, now: float) -> None:
+    def start(self, session_id: int, realms: list[Realm], message: Lookup) -> None:
         """Start a lookup; it may be answered at once. An open one of the same id is replaced."""
-        self._now = now
         self._counters.lookups += 1
         self._tenants.counters(message.tenant).lookups += 1
         self.release(session_id, message.lookup_id)
@@ -124,9 +123,9 @@ class Lookups(CorePart):
             message.lookup_id,
             chunks,
             plan,
-            asked=now,
+            asked=self.now,
             wait_seconds=wait_seconds,
-            expires=now + wait_seconds + ttl_seconds,
+            expires=self.now + wait_seconds + ttl_seconds,
             cost=lookup_cost(realms[0], len(chunks)),
             outcome=outcome,
         )
@@ -179,7 +178,7 @@ class Lookups(CorePart):
             if chunk is None or not chunk.loadable:
                 if not can_complete(realm, key, chunk):
                     break
-                if not self._reads.breaker.passes(self._now):
+                if not self._reads.breaker.passes(self.now):
                     self._counters.reads_paused += 1
                     break
                 chunk = self._directory.open_chunk(realm, key, message.tenant)
@@ -189,10 +188,9 @@ class Lookups(CorePart):
             run[chunk] = None
         return list(run)
 
-    def read_ended(self, event: ReadDone, now: float) -> None:
+    def read_ended(self, event: ReadDone) -> None:
         """A read ended."""
-        self._now = now
-        failed = self._reads.ended(event, now)
+        failed = self._reads.ended(event, self.now)
         if failed is not None:
             self.chunk_failed(*failed)
 
@@ -252,10 +250,10 @@ class Lookups(CorePart):
         self._cut(lookup, ready)
         if lookup.plan.compute_seconds > 0:
             credit = self._credits[lookup.session_id]
-            if lookup.loses_from > self._now:
-                credit.saved(lookup.loses_from - self._now)
+            if lookup.loses_from > self.now:
+                credit.saved(lookup.loses_from - self.now)
             else:
-                credit.spend(lookup.loses_from, self._now)
+                credit.spend(lookup.loses_from, self.now)
         if ready == 0:
             self._end(lookup)
         self._reply(lookup.session_id, lookup.lookup_id, ready, outcome)
@@ -285,9 +283,9 @@ class Lookups(CorePart):
         self._reads.queue.close_session(session_id)
         self._credits.pop(session_id, None)
 
-    def expire(self, now: float) -> None:
+    def expire(self) -> None:
         """Answer the lookups past their deadline, and end the answered ones past their time."""
-        self._now = now
+        now = self.now
         for session_id, own in self._by_session.items():
             losing: list[OpenLookup] = []
             for lookup in list(own.values()):

@@ -28,7 +28,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, TypeVar
+from typing import Final, TypeVar, cast
 
 import anyio
 import numpy as np
@@ -357,7 +357,7 @@ class Copies:
 
 def gather_group(group: CopyGroup, pool: Memory) -> list[Copied]:
     """In a copy thread: blocks to slots, then seal. Raises `BlockingIOError`: try again."""
-    templates = group.rank.templates
+    commands, templates = cast("Sequence[Gather]", group.commands), group.rank.templates
     copied: list[tuple[Gather, bytes]] = []
     ended: list[Copied] = []
 
@@ -370,7 +370,7 @@ def gather_group(group: CopyGroup, pool: Memory) -> list[Copied]:
     with group.memory.fence.copying(group.job_id) as valid, contextlib.ExitStack() as begun:
         if not valid:
             return group.all_ended(Outcome.REVOKED, "the worker took its blocks back")
-        for command, transfer in _one_ahead(_only(Gather, group.commands), begin, begun):
+        for command, transfer in _one_ahead(commands, begin, begun):
             try:
                 hasher = payload_hasher()
                 transfer.finish(hasher.update)
@@ -391,7 +391,7 @@ def gather_group(group: CopyGroup, pool: Memory) -> list[Copied]:
 
 def scatter_group(group: CopyGroup, pool: Memory) -> list[Copied]:
     """In a copy thread: slots to blocks, verified. Raises `BlockingIOError`: try again."""
-    commands = _only(Scatter, group.commands)
+    commands = cast("Sequence[Scatter]", group.commands)
     corrupt: dict[int, str] = {}
 
     def begin(command: Scatter) -> Transfer:
@@ -473,7 +473,3 @@ class _NotBegun:
 
     def settle(self) -> None:
         pass
-
-
-def _only(kind: type[T], commands: Iterable[object]) -> list[T]:
-    return [command for command in commands if isinstance(command, kind)]

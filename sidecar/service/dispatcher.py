@@ -130,7 +130,6 @@ class Dispatcher:
         )
         self.deadlines = anyio.Event()
         """Set when the engine got a lookup or a lease, which have deadlines."""
-        self.draining = False
         self.drained = anyio.Event()
         """Set when, while draining, no work is left."""
         self.jobs: JobSocket | None = None
@@ -196,7 +195,6 @@ class Dispatcher:
 
     def drain(self) -> None:
         """Start no new work; `drained` is set once all running work has ended."""
-        self.draining = True
         self.feed(Draining())
 
     def end(self) -> None:
@@ -232,7 +230,7 @@ class Dispatcher:
                 self.executor.execute(self.engine.handle(event, time.monotonic()))
         finally:
             self._feeding = False
-        if self.draining and self.engine.pending_work().idle:
+        if self.engine.draining and self.engine.pending_work().idle:
             self.drained.set()
 
     def _copied(self, ended: list[Copied]) -> None:
@@ -373,9 +371,7 @@ def _engine_limits(config: Config) -> EngineLimits:
         recompute=store.recompute == "when_sooner",
         regret_max=store.regret_max,
         breaker=BreakerRules(
-            failures_max=store.breaker.failures_max,
-            pause_seconds=store.breaker.pause,
-            pause_seconds_max=store.breaker.pause_max,
+            store.breaker.failures_max, store.breaker.pause, store.breaker.pause_max
         ),
         write=WritePolicy(store.write),
         # What is kept needs no writing: the next start has it, and its turn comes then.

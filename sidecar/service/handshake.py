@@ -269,7 +269,7 @@ class Handshakes:
     def _check(self, attach: Attach) -> None:
         """Refuse what can be refused before anything is created, or evicted, for it."""
         dispatcher = self._dispatcher
-        if dispatcher.draining:
+        if dispatcher.engine.draining:
             raise AttachRefused("draining", "the sidecar is stopping; attach to the next one")
         dispatcher.sessions.check(attach, dispatcher.realms.find(attach.parts))
 

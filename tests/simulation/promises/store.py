@@ -131,8 +131,8 @@ STORE = (
     Mutation(
         "a drain does not wait for writes",
         "Dispatcher.feed",
-        "if self.draining and self.engine.pending_work().idle:",
-        "if self.draining:",
+        "if self.engine.draining and self.engine.pending_work().idle:",
+        "if self.engine.draining:",
         ("sidecar terminated", "store slow"),
         seed=6,
     ),
