@@ -203,7 +203,7 @@ class Server:
 
     async def start(self, tasks: anyio.abc.TaskGroup) -> None:
         """Start the tasks that run until the end, apart from sockets."""
-        await tasks.start(self.dispatcher.executor.run)
+        self.dispatcher.executor.tasks = tasks
         tasks.start_soon(self.dispatcher.copies.run)
         tasks.start_soon(self._tick)
         if self._taken_over and self._config.host.prefault:

@@ -66,7 +66,7 @@ def check(engine: Engine) -> None:
     segments = [segment for chunk in chunks for segment in chunk.segments]
     everything = segments + list(engine.host.zombies)
     slots = [segment.slot for segment in everything if segment.slot >= 0]
-    slots += list(engine.host.restored_slots)
+    slots += list(engine.host.restored_slots.by_offset)
     assert len(slots) == len(set(slots)), "a slot is used twice"
     assert set(slots) == engine.host.allocated, "a slot is lost or unknown to the ledger"
     charged: Counter[bytes] = Counter()
@@ -92,7 +92,7 @@ def check(engine: Engine) -> None:
     pins.update(kept)
     assert pins == pin_counts(engine.pins), "a pin of no lease and no lookup, or one that is lost"
     check_queue(engine.reads.queue)
-    for segment in engine.reads.queue:
+    for segment in engine.reads.queue.sessions_of:
         assert segment.chunk in engine.lookups.waiters, "a read is queued that nobody waits for"
     for chunk in {*chunks, *pins}:
         assert chunk.pins == pins[chunk], "a pin without an owner, or an owner without a pin"

@@ -38,9 +38,6 @@ class ReadQueue:
     def __len__(self) -> int:
         return len(self.sessions_of)
 
-    def __iter__(self) -> Iterator[HostSegment]:
-        return iter(self.sessions_of)
-
     def add(self, session_id: int, segment: HostSegment) -> None:
         """Queue a read for a session, once."""
         self.by_session.setdefault(session_id, {})[segment] = None

@@ -6,7 +6,6 @@ by `tiers/pool/host_pool.py`). Does not own the slots of chunks (`host_tier.py`)
 """
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
 from typing import Protocol
 
 from sidecar.core.commands import RestoredSlot
@@ -67,28 +66,25 @@ class RestoredSlots:
         self._by_kind = defaultdict[tuple[bytes, ChunkLayout], dict[int, RestoredSlot]](dict)
         self._by_class = defaultdict[int, OrderedDict[int, RestoredSlot]](OrderedDict)
         # The class of each slot, by offset: slabs become empty one after the other.
-        self._by_offset: OrderedDict[int, int] = OrderedDict()
+        self.by_offset: OrderedDict[int, int] = OrderedDict()
         self.num_bytes = 0
 
     def __len__(self) -> int:
-        return len(self._by_offset)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._by_offset)
+        return len(self.by_offset)
 
     def __contains__(self, restored: RestoredSlot) -> bool:
-        return restored.slot in self._by_offset
+        return restored.slot in self.by_offset
 
     def restore(self, restored: tuple[RestoredSlot, ...]) -> None:
         """Add all slots, once."""
-        assert not self._by_offset, "called twice"
+        assert not self.by_offset, "called twice"
         for one in sorted(restored, key=lambda one: one.used):
             slot_bytes = self._slots.class_of(one.slot)
             self._by_kind[one.namespace, one.geometry][one.slot] = one
             self._by_class[slot_bytes][one.slot] = one
             self.num_bytes += slot_bytes
         for slot in sorted(one.slot for one in restored):
-            self._by_offset[slot] = self._slots.class_of(slot)
+            self.by_offset[slot] = self._slots.class_of(slot)
 
     def matching(
         self, namespace: bytes, layout: ChunkLayout, slot_bytes: int
@@ -101,12 +97,12 @@ class RestoredSlots:
         return [
             one
             for one in self._by_kind.get((namespace, layout.geometry), {}).values()
-            if one.num_blocks <= layout.blocks_per_chunk and self._by_offset[one.slot] == slot_bytes
+            if one.num_blocks <= layout.blocks_per_chunk and self.by_offset[one.slot] == slot_bytes
         ]
 
     def claim(self, restored: RestoredSlot) -> None:
         """Remove a slot."""
-        slot_bytes = self._by_offset.pop(restored.slot)
+        slot_bytes = self.by_offset.pop(restored.slot)
         self.num_bytes -= slot_bytes
         del self._by_class[slot_bytes][restored.slot]
         del self._by_kind[restored.namespace, restored.geometry][restored.slot]
@@ -117,8 +113,8 @@ class RestoredSlots:
         The least recently used of the class; else the first in the pool, because a slab of another
         class is of use only when it is entirely free.
         """
-        if not self._by_offset:
+        if not self.by_offset:
             return None
-        slot = next(iter(self._by_class.get(slot_bytes, ())), next(iter(self._by_offset)))
-        self.claim(self._by_class[self._by_offset[slot]][slot])
+        slot = next(iter(self._by_class.get(slot_bytes, ())), next(iter(self.by_offset)))
+        self.claim(self._by_class[self.by_offset[slot]][slot])
         return slot

@@ -82,7 +82,7 @@ class Executor:
         feed: Callable[[Event], None],
         reply: Callable[[int, ServerMessage], None],
         index_moved: Callable[[RealmLayout], None],
-        store_failed: Callable[[Exception], None] | None,
+        store_failed: Callable[[Exception], None],
     ) -> None:
         self._realms = realms
         self._sessions = sessions
@@ -96,19 +96,13 @@ class Executor:
         self.indexes = IndexUpdater(
             index_moved, lambda realm: self._start(self.indexes.grow, realm)
         )
-        self._store_failed = store_failed or _ignore
+        self._store_failed = store_failed
         self._verifying = anyio.CapacityLimiter(VERIFY_THREADS)
         self._reader = (
             None if store is None else SegmentReader(store, self._verifying, self._store_failed)
         )
-        self._tasks: anyio.abc.TaskGroup | None = None
-
-    async def run(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
-        """Run the tasks of commands until cancelled."""
-        async with anyio.create_task_group() as tasks:
-            self._tasks = tasks
-            task_status.started()
-            await anyio.sleep_forever()
+        self.tasks: anyio.abc.TaskGroup | None = None
+        """Runs the tasks of commands, once there is one."""
 
     def execute(self, commands: Iterable[Command]) -> None:
         """Start all commands of one event. Returns at once."""
@@ -141,8 +135,8 @@ class Executor:
             self._copy(group)
 
     def _start(self, work: Callable[[*Ts], Coroutine[Any, Any, None]], *given: *Ts) -> None:
-        assert self._tasks is not None, "commands come only while run() runs"
-        self._tasks.start_soon(work, *given)
+        assert self.tasks is not None, "commands come only while there are tasks"
+        self.tasks.start_soon(work, *given)
 
     def _copy(self, commands: list[Gather | Scatter]) -> None:
         first = commands[0]
@@ -238,7 +232,3 @@ class Executor:
             _logger.warning("quarantine failed", extra=fields(object=name, error=error))
         else:
             _logger.warning("object quarantined", extra=fields(object=name))
-
-
-def _ignore(_: Exception) -> None:
-    pass

@@ -126,7 +126,7 @@ class Dispatcher:
             feed=self.feed,
             reply=self._reply,
             index_moved=self._index_moved,
-            store_failed=None if self.store is None else self.store.watch.failed,
+            store_failed=(lambda _: None) if self.store is None else self.store.watch.failed,
         )
         self.deadlines = anyio.Event()
         """Set when the engine got a lookup or a lease, which have deadlines."""

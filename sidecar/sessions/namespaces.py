@@ -90,6 +90,8 @@ class RealmLayout:
     topology: str
     world_size: int
     """Segments of a chunk: ranks, with copies of one segment counted once."""
+    block_tokens: int
+    blocks_per_chunk: int
     index_salt: bytes
     model: str
     """The name that the first engine gave a model that is files; else empty."""
@@ -263,6 +265,8 @@ class Realms:
             owner=tiers_owner(digest, attach.topology),
             topology=attach.topology,
             world_size=attach.num_segments,
+            block_tokens=attach.block_tokens,
+            blocks_per_chunk=attach.blocks_per_chunk,
             model=attach.model,
             index_salt=salt if home is None else home.index_salt,
             index=IndexWriter(INDEX_ENTRIES_FIRST) if home is None else home.index,

@@ -120,7 +120,7 @@ class Watched:
         self.check()
 
     def _note_adopted(self) -> None:
-        for slot in self.coming.difference(self.engine.host.restored_slots):
+        for slot in self.coming.difference(self.engine.host.restored_slots.by_offset):
             self.coming.remove(slot)
             content = self.content.get(slot)
             if content is not None and not content.adopted:

@@ -79,10 +79,10 @@ async def moving(bench: Bench, store: ObjectTier) -> AsyncIterator[Executor]:
         feed=bench.told.append,
         reply=lambda *_: None,
         index_moved=lambda _: None,
-        store_failed=None,
+        store_failed=lambda _: None,
     )
     async with anyio.create_task_group() as tasks:
-        await tasks.start(executor.run)
+        executor.tasks = tasks
         tasks.start_soon(work.run)
         yield executor
         tasks.cancel_scope.cancel()

@@ -59,7 +59,7 @@ def test_a_session_that_leaves_takes_only_what_nobody_else_wants(
         queue.add(1, segment)
     queue.add(2, segments[3])
     queue.close_session(1)
-    assert list(queue) == [segments[3]]
+    assert list(queue.sessions_of) == [segments[3]]
     queue.discard(segments[3])
     check_queue(queue)
     assert len(queue) == 0
@@ -100,5 +100,5 @@ def test_nothing_is_lost_and_nothing_is_left(steps: list[tuple[str, int, int]]) 
                 if segment is not None:
                     del wanted[segments.index(segment)]
         check_queue(queue)
-        assert {segments.index(segment) for segment in queue} == set(wanted)
+        assert {segments.index(segment) for segment in queue.sessions_of} == set(wanted)
     assert {segments.index(segment) for segment in taken(queue)} == set(wanted)

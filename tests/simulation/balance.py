@@ -141,7 +141,7 @@ class Balance:
         held: Counter[bytes] = Counter()
         pool = process.pool
         # What nobody has come for yet is nobody's.
-        unclaimed = set(process.dispatcher.engine.host.restored_slots)
+        unclaimed = set(process.dispatcher.engine.host.restored_slots.by_offset)
         for slot, tenant in self.tenants.items():
             if slot in unclaimed:
                 continue
