@@ -196,7 +196,7 @@ class Balance:
     def _comes(engine: Engine, chunk: Chunk) -> None:
         for segment in chunk.segments:
             absent = segment.state is SegmentState.ABSENT
-            if chunk.detached or (absent and segment not in set(engine.reads.queue)):
+            if chunk.detached or (absent and segment not in engine.reads.queue.sessions_of):
                 raise Violation("a lookup waits only for what comes", chunk.key.hex()[:12])
 
     def _queues_are_bounded(self, process: SidecarProcess) -> None:

@@ -263,7 +263,7 @@ class SidecarProcess:
         self.dispatcher.close()
         keep = self.config.host.after_stop == "keep"
         leaked = self.pool.close(keep=keep)
-        if leaked and not self.server.dispatcher.draining:
+        if leaked and not self.server.dispatcher.engine.draining:
             raise Violation("every slot is freed", f"{len(leaked)} slots at the end")
         self._over(kept=keep)
 
