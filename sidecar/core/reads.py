@@ -87,8 +87,7 @@ class Reads(CorePart):
         super().__init__(parts)
         self._store = store
         self.breaker = Breaker(parts.limits.breaker)
-        self._inflight_max = parts.limits.reads_inflight_max
-        self._planner = Planner(reads_inflight_max=self._inflight_max)
+        self._planner = Planner(reads_inflight_max=parts.limits.reads_inflight_max)
         self.queue = ReadQueue()
         self._running: dict[int, tuple[HostSegment, ReadStart]] = {}
         self._last_read_id = 0
@@ -144,7 +143,7 @@ class Reads(CorePart):
         if self.resuming:
             return
         last = self._last_read_id + self._limits.reads_begun_max
-        while len(self._running) < self._inflight_max:
+        while len(self._running) < self._limits.reads_inflight_max:
             if self._last_read_id == last:
                 if self.queue:
                     self.resuming = True

@@ -68,7 +68,6 @@ class Writes(CorePart):
         self._store = store
         self.breaker = Breaker(parts.limits.breaker)
         self._policy = parts.limits.write
-        self._inflight_max = parts.limits.writes_inflight_max
         self._queue_bytes_max = parts.limits.write_queue_bytes_max
         self._admit = admit
         self._room = room
@@ -205,7 +204,7 @@ class Writes(CorePart):
         """Start as many writes as may run."""
         if self._policy is WritePolicy.ON_EVICT:
             self._write_ahead()
-        while len(self._running) < self._inflight_max and self.breaker.passes(now):
+        while len(self._running) < self._limits.writes_inflight_max and self.breaker.passes(now):
             while not self.pending and (restored := self._next_restored()) is not None:
                 self._enqueue(restored)
             if not self.pending:

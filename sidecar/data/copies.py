@@ -238,11 +238,6 @@ class Copies:
         """Loads that are ready or run. Engines wait for these."""
         return self.queue.loads_ready + sum(group.is_load for group in self._running)
 
-    @property
-    def pending(self) -> int:
-        """Groups that have not ended."""
-        return len(self.queue) + len(self._running)
-
     def stuck_seconds(self, now: float) -> float:
         """Seconds since a copy thread was last free; 0 while one is."""
         if len(self._running) < self._threads:

@@ -202,8 +202,7 @@ class Executor:
         return self._catalogs.announce_written(realm, row, later_than=command.written_after)
 
     def _withdraw(self, command: Withdraw) -> None:
-        if self._catalogs is None:
-            return
+        assert self._catalogs is not None, "the engine withdraws only where there is a store"
         realm = self._realms[command.realm_id]
         segment = realm.by_bit(command.bit).layout.segment.name
         self._catalogs.announce(realm, Row(command.key, segment, command.written_at))

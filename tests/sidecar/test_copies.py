@@ -87,7 +87,7 @@ async def test_fence_that_is_never_reached_expires_at_the_deadline(bench: Bench)
         assert "fence 3" in bench.ended[0].detail
         bench.fence.signal(3)
         assert (await bench.wait(2))[1] is Outcome.OK
-        assert work.pending == 0
+        assert len(work.queue) == 0
 
 
 async def test_loads_overtake_stores_but_do_not_starve_them(
@@ -156,7 +156,7 @@ async def test_large_stores_are_cut_into_parts(
     places.patch(monkeypatch, "STORE_BYTES_MAX", 2 * LAYOUT.chunk(4).payload_bytes(4))
     async with running(bench) as work:
         work.add(bench.group(*(bench.gather(number) for number in range(5))))
-        assert work.pending == 3
+        assert len(work.queue) == 3
         assert set((await bench.wait(5)).values()) == {Outcome.OK}
 
 
@@ -212,7 +212,7 @@ async def test_end_of_session_revokes_what_has_not_started(bench: Bench) -> None
         bench.sessions.close(bench.session)
         work.drop(bench.session)
         assert set((await bench.wait(2)).values()) == {Outcome.REVOKED}
-        assert work.pending == 0
+        assert len(work.queue) == 0
         assert not bench.memory.mapping.mapped
 
 
@@ -233,6 +233,6 @@ async def test_idle_copier_holds_no_memory(bench: Bench) -> None:
         work.add(bench.group(bench.gather(0)))
         work.add(bench.group(bench.gather(1)))
         await bench.wait(2)
-        await until(lambda: work.pending == 0)
+        await until(lambda: len(work.queue) == 0)
         bench.sessions.close(bench.session)
         assert not bench.memory.mapping.mapped, "copier and thread are idle, and must have let go"

@@ -66,7 +66,7 @@ STORE = (
     Mutation(
         "reads are not bounded",
         "Reads.pump",
-        "while len(self._running) < self._inflight_max:",
+        "while len(self._running) < self._limits.reads_inflight_max:",
         "while True:",
     ),
     Mutation(
@@ -117,7 +117,7 @@ STORE = (
     Mutation(
         "writes are not bounded",
         "Writes.pump",
-        "len(self._running) < self._inflight_max and ",
+        "len(self._running) < self._limits.writes_inflight_max and ",
         "",
         seed=3,
     ),
