@@ -41,14 +41,9 @@ class SessionOpened(msgspec.Struct, frozen=True):
     """In the order of their numbers."""
 
     @property
-    def realm_id(self) -> int:
-        """The realm of the first group."""
-        return self.groups[0].realm_id
-
-    @property
     def engine(self) -> tuple[int, str]:
-        """What tells the client's engine from others: the realm, and the engine's own id."""
-        return self.realm_id, self.attach.engine_id
+        """What tells the client's engine from others: its first realm, and its own id."""
+        return self.groups[0].realm_id, self.attach.engine_id
 
     def stores(self, key: bytes) -> bool:
         """Whether this worker, of those with the same segment, is the one that stores it."""

@@ -79,7 +79,7 @@ class SidecarStatus:
         engine = dispatcher.engine
         ready, readiness = self._watchdog.readiness()
         counters = dataclasses.asdict(engine.counters)
-        sessions = Counter(session.realm_id for session in engine.sessions.values())
+        sessions = Counter(session.groups[0].realm_id for session in engine.sessions.values())
         return {
             "version": version(),
             "protocol_version": PROTOCOL_VERSION,
