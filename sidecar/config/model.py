@@ -27,19 +27,7 @@ from pydantic import BaseModel, Field, PrivateAttr, ValidationError
 from pydantic_core import ErrorDetails
 from yaml.parser import ParserError
 
-from sidecar.config.sections import (
-    ChunkSettings,
-    CopySettings,
-    EventsSettings,
-    GpuSettings,
-    HostSettings,
-    HttpSettings,
-    IntegritySettings,
-    LimitsSettings,
-    LogSettings,
-    RuntimeSettings,
-    TenantsSettings,
-)
+from sidecar.config import sections
 from sidecar.config.store import StoreSettings
 from tiers.redaction import mask_url
 from tiers.settings import Section
@@ -74,19 +62,19 @@ _TEXT_TAG: Final = "tag:yaml.org,2002:str"
 class Config(Section):
     """kvlake sidecar."""
 
-    runtime: RuntimeSettings = Field(default_factory=RuntimeSettings)
-    chunk: ChunkSettings = Field(default_factory=ChunkSettings)
-    host: HostSettings = Field(default_factory=HostSettings)
+    runtime: sections.RuntimeSettings = Field(default_factory=sections.RuntimeSettings)
+    chunk: sections.ChunkSettings = Field(default_factory=sections.ChunkSettings)
+    host: sections.HostSettings = Field(default_factory=sections.HostSettings)
     store: StoreSettings | None = None
-    limits: LimitsSettings = Field(default_factory=LimitsSettings)
-    tenants: TenantsSettings = Field(default_factory=TenantsSettings)
-    integrity: IntegritySettings = Field(default_factory=IntegritySettings)
-    copies: CopySettings = Field(default_factory=CopySettings, alias="copy")
+    limits: sections.LimitsSettings = Field(default_factory=sections.LimitsSettings)
+    tenants: sections.TenantsSettings = Field(default_factory=sections.TenantsSettings)
+    integrity: sections.IntegritySettings = Field(default_factory=sections.IntegritySettings)
+    copies: sections.CopySettings = Field(default_factory=sections.CopySettings, alias="copy")
     # Not `copy`: pydantic models have a method of this name.
-    gpu: GpuSettings = Field(default_factory=GpuSettings)
-    http: HttpSettings = Field(default_factory=HttpSettings)
-    events: EventsSettings = Field(default_factory=EventsSettings)
-    log: LogSettings = Field(default_factory=LogSettings)
+    gpu: sections.GpuSettings = Field(default_factory=sections.GpuSettings)
+    http: sections.HttpSettings = Field(default_factory=sections.HttpSettings)
+    events: sections.EventsSettings = Field(default_factory=sections.EventsSettings)
+    log: sections.LogSettings = Field(default_factory=sections.LogSettings)
 
     _file: Path | None = PrivateAttr(default=None)
 
