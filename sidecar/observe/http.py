@@ -36,9 +36,6 @@ from sidecar.service.dispatcher import Dispatcher
 from sidecar.service.watchdog import Watchdog
 from tiers.redaction import redacted
 
-Answer = Callable[["Documents", web.Request], Awaitable[web.Response]]
-
-
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 LINE_BYTES_MAX: Final = 4096
 """Length of the request line and of each header; aiohttp takes at most 128 headers."""
@@ -139,8 +136,8 @@ class HttpServer:
         application = web.Application(middlewares=[self._answering])
         application.router.add_get("/healthz", _health)
         application.router.add_get("/readyz", self._readiness)
-        for path, answer in _GUARDED.items():
-            application.router.add_get(path, self._guarded(answer))
+        for path in _GUARDED:
+            application.router.add_get(path, self._guarded)
         self._runner = web.AppRunner(
             application,
             handle_signals=False,
@@ -239,23 +236,20 @@ class HttpServer:
         same = hmac.compare_digest(given.strip().encode("utf-8", "replace"), self._token)
         return same and scheme.lower() == "bearer"
 
-    def _guarded(self, answer: Answer) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        async def handler(request: web.Request) -> web.StreamResponse:
-            if not self._authorized(request):
-                self.refused["token"] += 1
-                return web.Response(
-                    status=401,
-                    text="this address needs the token of http.token: Authorization: Bearer ...\n",
-                    headers={"WWW-Authenticate": 'Bearer realm="kvlake"'},
-                )
-            if self._documents is None:
-                return _json(self._watchdog.readiness()[1], status=503)
-            try:
-                return await answer(self._documents, request)
-            except QueryError as error:
-                return web.Response(status=400, text=f"{error}\n")
-
-        return handler
+    async def _guarded(self, request: web.Request) -> web.StreamResponse:
+        if not self._authorized(request):
+            self.refused["token"] += 1
+            return web.Response(
+                status=401,
+                text="this address needs the token of http.token: Authorization: Bearer ...\n",
+                headers={"WWW-Authenticate": 'Bearer realm="kvlake"'},
+            )
+        if self._documents is None:
+            return _json(self._watchdog.readiness()[1], status=503)
+        try:
+            return await _GUARDED[request.path](self._documents, request)
+        except QueryError as error:
+            return web.Response(status=400, text=f"{error}\n")
 
     async def _readiness(self, request: web.Request) -> web.StreamResponse:
         ready, document = self._watchdog.readiness(reasons=self._authorized(request))
