@@ -205,16 +205,9 @@ class SidecarMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Every metric, as of now."""
-        values = (
-            _engine(self._dispatcher)
-            | _tenants(self._dispatcher)
-            | _host(self._dispatcher)
-            | _store(self._dispatcher)
-            | _sockets(self._dispatcher)
-            | _events(self._dispatcher)
-            | _health(self._watchdog)
-            | {"http_refused": self._http_refused}
-        )
+        values = _health(self._watchdog) | {"http_refused": self._http_refused}
+        for read in (_engine, _tenants, _host, _store, _sockets, _events):
+            values |= read(self._dispatcher)
         for family, table in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
             for row, help_text in table.items():
                 name, _, labels = row.rstrip("}").partition("{")
