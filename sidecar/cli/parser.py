@@ -7,11 +7,12 @@ Invariant: no secret is an option, because other users of the machine can see co
 
 import argparse
 import difflib
-import importlib.metadata
 import math
 import re
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeAlias
+
+from sidecar import version
 
 _DESCRIPTION: Final = """\
 kvlake keeps vLLM's KV cache in host memory and in object stores, so that a prompt prefix that was
@@ -53,20 +54,13 @@ def parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    top.add_argument("--version", action="version", version=f"kvlake {_version()}")
+    top.add_argument("--version", action="version", version=f"kvlake {version()}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_process_commands(commands)
     _add_node_commands(commands)
     _add_cache_commands(commands)
     _add_config_commands(commands)
     return top
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("kvlake")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 def _option(*names: str, **settings: Any) -> argparse.ArgumentParser:
@@ -80,6 +74,7 @@ _CONFIG_HELP: Final = "the sidecar's YAML file (default: built-in defaults)"
 _CONFIG: Final = _option("--config", type=Path, metavar="FILE", help=_CONFIG_HELP)
 _JSON: Final = _option("--json", action="store_true", help="print it as JSON")
 _NAMESPACE_HELP: Final = "the namespace, by its first digits"
+_NAMESPACE: Final = _option("--namespace", metavar="DIGITS", help=_NAMESPACE_HELP)
 
 
 def _command(to: _Commands, name: str, module: str = "", **texts: Any) -> argparse.ArgumentParser:
@@ -186,28 +181,25 @@ def _add_node_commands(commands: _Commands) -> None:
         description="A sidecar that stops keeps its host memory, so that the next one of the same "
         "name starts warm (host.after_stop). Run this as the sidecar's user, with its --config.",
     )
-    texts = {
-        "show": "print its path, size and contents",
-        "remove": "free it; ends with 1 if a sidecar uses it, or it is not kvlake's",
-    }
-    _command(actions, "show", "pool", help=texts["show"], parents=[_CONFIG, _JSON])
-    _command(actions, "remove", "pool", help=texts["remove"], parents=[_CONFIG])
+    show = "print its path, size and contents"
+    _command(actions, "show", "pool", help=show, parents=[_CONFIG, _JSON])
+    remove = "free it; ends with 1 if a sidecar uses it, or it is not kvlake's"
+    _command(actions, "remove", "pool", help=remove, parents=[_CONFIG])
 
 
 def _add_cache_commands(commands: _Commands) -> None:
     """Commands about what is cached."""
     tier = _option("--host", action="store_true", help="host memory, even if there is a store")
     _add_sidecar_options(tier, where=tier)
-    du = _command(
+    _command(
         commands,
         "du",
         help="show what is cached, by namespace, model and tenant",
         description="Read the store's catalog and sum up its chunks; nothing is listed or "
         "changed. If the configuration has no store, or with --host or --url, ask the running "
         "sidecar what its host memory holds.",
-        parents=[_CONFIG, tier, _JSON],
+        parents=[_CONFIG, tier, _JSON, _NAMESPACE],
     )
-    du.add_argument("--namespace", metavar="DIGITS", help=_NAMESPACE_HELP)
     ls = _command(
         commands,
         "ls",
@@ -230,9 +222,8 @@ def _add_cache_commands(commands: _Commands) -> None:
         description="Compact the catalog, withdraw what exceeds store.ttl, store.size_max, "
         "store.objects_max and the tenants' store_ttl, store_max and store_objects_max, and delete "
         "what was withdrawn at least store.gc.grace ago. Sidecars do the same by themselves.",
-        parents=[_CONFIG, _JSON],
+        parents=[_CONFIG, _JSON, _NAMESPACE],
     )
-    gc.add_argument("--namespace", metavar="DIGITS", help=_NAMESPACE_HELP)
     for name, text in {
         "--dry-run": "show what would be removed; change nothing",
         "--list": "with --dry-run: every chunk that would be withdrawn, and why",

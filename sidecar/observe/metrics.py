@@ -11,7 +11,6 @@ two ranks stores and loads two parts of each chunk.
 
 import asyncio
 import dataclasses
-import importlib.metadata
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -19,6 +18,7 @@ from typing import Any, Final
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from sidecar import version
 from sidecar.core.breaker import BreakerState
 from sidecar.core.tenants import OTHER
 from sidecar.service.dispatcher import Dispatcher, SharedStore
@@ -379,11 +379,3 @@ def _health(watchdog: Watchdog) -> Values:
         "loop_lag_seconds": watchdog.lag_seconds,
         "loop_lag_seconds_max": watchdog.lag_seconds_max,
     }
-
-
-def version() -> str:
-    """The installed release."""
-    try:
-        return importlib.metadata.version("kvlake")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"

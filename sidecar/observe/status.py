@@ -17,9 +17,10 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any, Final
 
+from sidecar import version
 from sidecar.config.store import PriceSettings
 from sidecar.core.commands import Counters
-from sidecar.observe.metrics import catalog_counts, tenants_of, version
+from sidecar.observe.metrics import catalog_counts, tenants_of
 from sidecar.protocol import PROTOCOL_VERSION
 from sidecar.service.dispatcher import Dispatcher, SharedStore
 from sidecar.service.watchdog import Watchdog
@@ -152,10 +153,8 @@ class SidecarStatus:
         settings, collector = dispatcher.store.settings, dispatcher.store.collector
         return {
             "url": store.url,
-            "write": settings.write,
-            "read": settings.read,
-            "state": watch.health.state,
-            "reason": watch.health.reason,
+            **_pick(settings, "write read"),
+            **_pick(watch.health, "state reason"),
             "reads": dispatcher.engine.breakers["read"].state,
             "writes": dispatcher.engine.breakers["write"].state,
             "write_queue_bytes": dispatcher.engine.writes.pending_bytes,
