@@ -63,9 +63,8 @@ class EngineProfile:
         self.sockets = sockets_of(extra.get("socket"))
         self.attach_seconds = option(extra, "attach_seconds", 2.0)
         self.load_tokens_min = option(extra, "load_tokens_min", 64)
-        block_sizes = [
-            int(group.kv_cache_spec.block_size) for group in kv_cache_config.kv_cache_groups
-        ]
+        groups = kv_cache_config.kv_cache_groups
+        block_sizes = [int(group.kv_cache_spec.block_size) for group in groups]
         chunk_tokens = option(extra, "chunk_tokens", whole_blocks(CHUNK_TOKENS, block_sizes))
         self.engine_id = str(transfer.engine_id)
         self.parallel_layout = parallel_layout_of(vllm_config)
@@ -81,7 +80,6 @@ class EngineProfile:
         if self.refusal:
             self.reason = "chunk_tokens"
             return
-        groups = kv_cache_config.kv_cache_groups
         try:
             self.speculation = speculation_of(vllm_config)
             self.groups = [

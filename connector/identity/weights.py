@@ -34,9 +34,7 @@ _FORMATS: Final = {"pt": ("*.pt",), "npcache": ("*.bin",), "tensorizer": ("*.ten
 _OTHER_MODELS: Final = ("audio_model_id", "text_model_id")
 """Names of other models in a configuration, from which parts are loaded (Ultravox)."""
 _HEADER_BYTES_MAX: Final = 100 * 1024 * 1024
-_ALL_WEIGHTS: Final = (
-    *(*_WEIGHTS, "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ot", "*.tflite"),
-)
+_ALL_WEIGHTS: Final = (*_WEIGHTS, "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ot", "*.tflite")
 """Weights count only if the load format reads them."""
 _WITHOUT_EFFECT: Final = (
     # KV depends on token ids, however they were made.

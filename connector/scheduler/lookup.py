@@ -5,18 +5,15 @@ microseconds and reads the shared index as it is at that moment.
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from connector.client import SidecarSession
-from connector.identity.groups import aligned, longest_hit
+from connector.identity.groups import Geometry, aligned, longest_hit
 from connector.scheduler.requests import GroupState, RequestState
 from tiers.kv.index import FLAG_HOST, FLAG_STORE, tags_of
-
-if TYPE_CHECKING:
-    from connector.identity.groups import Geometry
 
 ANYWHERE: Final = FLAG_HOST | FLAG_STORE
 
@@ -37,7 +34,7 @@ class Hit(NamedTuple):
 class HitFinder:
     """Looks requests up in the index of a session."""
 
-    def __init__(self, geometries: "Sequence[Geometry]") -> None:
+    def __init__(self, geometries: Sequence[Geometry]) -> None:
         self._geometries = geometries
         self._full = [one for one, each in enumerate(geometries) if each.attention.full]
         self._windowed = len(self._full) < len(geometries)
@@ -212,7 +209,7 @@ class Piece(NamedTuple):
     end: int
 
 
-def pieces_of(geometry: "Geometry", local_tokens: int, end_tokens: int) -> Iterator[Piece]:
+def pieces_of(geometry: Geometry, local_tokens: int, end_tokens: int) -> Iterator[Piece]:
     """What a hit of `end_tokens` loads of one group beyond vLLM's own hit of `local_tokens`."""
     per_chunk = geometry.blocks_per_chunk
     block = max(local_tokens // geometry.block_tokens, geometry.first_block(end_tokens))
@@ -223,7 +220,7 @@ def pieces_of(geometry: "Geometry", local_tokens: int, end_tokens: int) -> Itera
         yield Piece(chunk, first, block - chunk * per_chunk)
 
 
-def pieces_kept(geometry: "Geometry", end_tokens: int) -> list[Piece]:
+def pieces_kept(geometry: Geometry, end_tokens: int) -> list[Piece]:
     """What hits of a whole prompt of `end_tokens` need of one group.
 
     Of recurrent layers, first the state for the same prompt, whose last token is always computed,

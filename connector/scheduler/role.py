@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from connector.client import Client
 from connector.events import TierEvent, TierEvents
-from connector.identity.groups import aligned
+from connector.identity.groups import CachedGroup, aligned
 from connector.plan import Load, StepPlan, StepReport
 from connector.request_params import EXPECT, PARAMS
 from connector.scheduler.lookup import HitFinder, pieces_of
@@ -35,7 +35,6 @@ from connector.vllm_workarounds import UncomputedBlocks
 from sidecar.protocol import Lease, LoadChunk, LoadJob, LookupDone, Release
 
 if TYPE_CHECKING:
-    from connector.identity.groups import CachedGroup
     from connector.identity.mamba import State
 
 logger = logging.getLogger("vllm.kvlake")
@@ -47,7 +46,7 @@ class SchedulerRole:
     def __init__(
         self,
         client: Client,
-        groups: "Sequence[CachedGroup]",
+        groups: Sequence[CachedGroup],
         settings: Settings,
         block_pool: Any,
         *,
