@@ -6,19 +6,18 @@ Invariants: one request with a deadline; no proxy is used, because the sidecar i
 beside it; a redirect does not get the token.
 """
 
-import contextlib
 import http.client
 import json
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Generator
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final, cast
 
 from sidecar.cli.console import CommandError, Document, NoAnswer, Options, load_config
-from sidecar.config.secret_files import SecretFileError, read_secret
+from sidecar.config.secret_files import read_secret
+from sidecar.errors import StartError
 from sidecar.exits import Exit
 from sidecar.sessions.model_names import printable
 
@@ -121,32 +120,9 @@ def client_of(options: Options) -> SidecarClient:
         token = "" if config is None else config.http.secret_token()
         if options.token_file is not None:
             token = read_secret(options.token_file, "--token-file")
-    except SecretFileError as error:
+    except StartError as error:
         raise CommandError(str(error)) from error
     return SidecarClient(url, options.timeout, token)
-
-
-def asks_host(options: Options, config: "Config") -> bool:
-    """Whether `du` or `ls` is about host memory rather than the object store."""
-    return bool(options.host or options.url or config.store is None)
-
-
-@contextlib.contextmanager
-def host_memory(options: Options) -> Generator[SidecarClient]:
-    """The sidecar to ask for host memory. Errors say why it is asked."""
-    try:
-        yield client_of(options)
-    except NoAnswer as error:
-        if options.host or options.url or isinstance(error, QueryRejected):
-            raise
-        raise NoAnswer(
-            f"the configuration has no store, so host memory is asked for: {error}"
-        ) from error
-
-
-def host_heading(url: str) -> str:
-    """The first line of what `du` and `ls` say about host memory."""
-    return f"host memory of the sidecar at {url}"
 
 
 def get_list(client: SidecarClient, path: str, name: str, **query: str) -> Document:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from sidecar.cli.console import CommandError, Options, load_config, say
 from sidecar.config.model import schema, show
-from sidecar.config.secret_files import SecretFileError, write_secret
+from sidecar.config.secret_files import write_secret
+from sidecar.errors import StartError
 from sidecar.protocol import tenant_id
 
 
@@ -35,7 +36,7 @@ def _make_secret(path: Path) -> None:
         public, secret = zmq.curve_keypair()
     try:
         write_secret(path, secret.decode())
-    except SecretFileError as error:
+    except StartError as error:
         raise CommandError(str(error)) from error
     say(f"{path}: a new secret, readable by its owner only")
     say(f"As a CURVE key, its public part is {public.decode()}")

@@ -22,7 +22,7 @@ from sidecar.cli.console import (
     say,
     show,
 )
-from sidecar.cli.ls import WITHDRAWN_COLUMNS, ListWriter, chunk_documents, chunk_line
+from sidecar.cli.contents import WITHDRAWN_COLUMNS, ListWriter, chunk_documents, chunk_line
 from sidecar.cli.store import TENANTS_SHOWN_MAX, TenantNames, find_namespaces, namespace_of, run
 from sidecar.config.model import Config
 from tiers.catalog.compaction import compact

@@ -194,6 +194,7 @@ def _add_cache_commands(commands: _Commands) -> None:
     _command(
         commands,
         "du",
+        "contents",
         help="show what is cached, by namespace, model and tenant",
         description="Read the store's catalog and sum up its chunks; nothing is listed or "
         "changed. If the configuration has no store, or with --host or --url, ask the running "
@@ -203,6 +204,7 @@ def _add_cache_commands(commands: _Commands) -> None:
     ls = _command(
         commands,
         "ls",
+        "contents",
         help="list the namespaces that are cached, or the chunks of one",
         description="List the store's namespaces, or the chunks of one of them with the URLs of "
         "its objects, from its catalog. If the configuration has no store, or with --host or "

@@ -9,13 +9,12 @@ import anyio
 from sidecar.catalog.garbage_collector import namespaces
 from sidecar.cli.console import CommandError, Document
 from sidecar.config.model import Config
-from sidecar.core.tenants import UNSALTED
+from sidecar.core.tenants import Tenants
 from sidecar.errors import StartError
 from sidecar.service.store_stack import open_store
 from sidecar.sessions.model_names import UNKNOWN, layers_of, model_name
 from tiers.catalog.names import NAMESPACE_CHARACTERS
 from tiers.catalog.namespace_info import read_info
-from tiers.catalog.rows import NO_TENANT
 from tiers.catalog.scan import Superseded
 from tiers.catalog.usage import word_of
 from tiers.errors import TierError
@@ -100,9 +99,8 @@ class TenantNames:
     """Names of tenants by the configuration."""
 
     def __init__(self, config: Config) -> None:
-        named = config.tenants.rules().named
-        self._names = {word_of(tenant): name for tenant, (name, _) in named.items()}
-        self._names[word_of(NO_TENANT)] = UNSALTED
+        names = Tenants(config.tenants.rules()).names
+        self._names = {word_of(tenant): name for tenant, name in names.items()}
 
     def name(self, tenant: bytes) -> str:
         """The name of a tenant, or its id."""

@@ -15,30 +15,26 @@ from tiers.redaction import conceal
 SECRET_BYTES_MAX: Final = 4096
 
 
-class SecretFileError(StartError):
-    """The file cannot be used; the message says what to change."""
-
-
 def read_secret(path: Path, setting: str) -> str:
     """The secret in a file, without surrounding white space. `setting` names it in errors.
 
-    Raises `SecretFileError`: it is missing, empty or too large, or others can read or write it.
+    Raises `StartError`: it is missing, empty or too large, or others can read or write it.
     """
     place = f"{setting}={path}"
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise SecretFileError(
+        raise StartError(
             f"{place}: cannot be read: {error.strerror}; `kvlake keygen --out FILE` creates one"
         ) from error
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
-            raise SecretFileError(f"{place}: is not a file")
+            raise StartError(f"{place}: is not a file")
         # A secret that an orchestrator mounts belongs to root, and is read by its group.
         mounted = found.st_uid == 0 and os.geteuid() != 0
         if stat.S_IMODE(found.st_mode) & (0o027 if mounted else 0o077):
-            raise SecretFileError(
+            raise StartError(
                 f"{place}: with mode {stat.S_IMODE(found.st_mode):04o} other users can read or "
                 f"change it; consider the secret compromised: replace it, then chmod 600 {path}"
             )
@@ -46,29 +42,29 @@ def read_secret(path: Path, setting: str) -> str:
     finally:
         os.close(fd)
     if len(data) > SECRET_BYTES_MAX:
-        raise SecretFileError(f"{place}: has more than {SECRET_BYTES_MAX} bytes; is it that file?")
+        raise StartError(f"{place}: has more than {SECRET_BYTES_MAX} bytes; is it that file?")
     try:
         text = data.decode("ascii").strip()
     except UnicodeDecodeError:
-        raise SecretFileError(f"{place}: is not plain text; is it that file?") from None
+        raise StartError(f"{place}: is not plain text; is it that file?") from None
     if not text:
-        raise SecretFileError(f"{place}: is empty")
+        raise StartError(f"{place}: is empty")
     conceal([text])
     return text
 
 
 def write_secret(path: Path, text: str) -> None:
-    """Create a file that only its owner can read. Raises `SecretFileError` if it exists."""
+    """Create a file that only its owner can read. Raises `StartError` if it exists."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         fd = os.open(path, flags, 0o600)
     except FileExistsError as error:
-        raise SecretFileError(
+        raise StartError(
             f"{path} exists, and is not replaced: what uses it would stop working; choose another "
             "place, or remove it first"
         ) from error
     except OSError as error:
-        raise SecretFileError(
+        raise StartError(
             f"{path} cannot be written: {error.strerror}; make its folder first, or choose another "
             "place"
         ) from error

@@ -1,7 +1,7 @@
 """What host memory holds, by namespace, tenant and chunk: the documents of /host.
 
 Owns the walk over the chunks of host memory while the sidecar serves. Does not own chunks
-(`core/directory.py`), HTTP (`http.py`), nor how documents are shown (`cli/du.py`, `cli/ls.py`).
+(`core/directory.py`), HTTP (`http.py`), nor how documents are shown (`cli/contents.py`).
 
 Invariants: nothing is changed; the event loop runs between two slices of `CHUNKS_PER_SLICE`, so an
 answer is true for each chunk, but not for all at one moment; one query is answered at a time; an

@@ -397,7 +397,7 @@ UNREACHED = {
 """Who else words an error, and why it is not in the table."""
 LATER = ("HostPool.",)
 """Errors of a pool that is open."""
-ERRORS = {"StartError", "AlreadyServed", "PoolError", "SecretFileError"}
+ERRORS = {"StartError", "AlreadyServed", "PoolError"}
 
 
 def test_every_error_that_a_start_words_is_in_the_table() -> None:

@@ -1,10 +1,12 @@
-"""`kvlake ls`: the namespaces or the chunks that the object store or host memory holds.
+"""`kvlake du` and `kvlake ls`: what the object store or host memory holds, summed up or listed.
 
 Owns writing chunks as a table or as JSON while the catalog is being read. Does not own reading it
-(`tiers/catalog/scan.py`), nor what a sidecar answers (`sidecar/observe/host_contents.py`).
+(`tiers/catalog/scan.py`), nor what a running sidecar answers for host memory
+(`sidecar/observe/host_contents.py`).
 
-Invariants: memory is bounded by a few catalog files, however many chunks there are; the JSON of a
-listing that fails midway is not closed. Nothing is written.
+Invariants: the store's numbers are those of its catalog: what is offered, not what a listing of the
+bucket would find; memory is bounded by a few catalog files, however many chunks there are; the JSON
+of a listing that fails midway is not closed. Nothing is written.
 """
 
 import json
@@ -17,18 +19,21 @@ import anyio.to_thread
 import numpy as np
 import numpy.typing as npt
 
-from sidecar.cli.client import SidecarClient, asks_host, get_list, host_heading, host_memory
+from sidecar.cli.client import QueryRejected, SidecarClient, client_of, get_list
 from sidecar.cli.console import (
     CommandError,
     Document,
+    NoAnswer,
     Options,
     age,
+    document_table,
     load_config,
     say,
     show,
     table,
 )
 from sidecar.cli.store import (
+    TENANTS_SHOWN_MAX,
     TenantNames,
     describe_models,
     find_namespaces,
@@ -43,7 +48,7 @@ from tiers.catalog.reader import Files
 from tiers.catalog.retention import Reasons, RetentionReason
 from tiers.catalog.rows import Rows
 from tiers.catalog.scan import all_rows
-from tiers.catalog.usage import Chunks, tenant_of
+from tiers.catalog.usage import Chunks, Usage, UsageTable, tenant_of
 from tiers.sizes import approximate_size
 from tiers.store.object_tier import ObjectTier
 
@@ -55,20 +60,118 @@ _STORE_LINE: Final = "{:<64}  {:<10}  {:<7}  {:<6}  {:<6}  {:<16}  {}"
 _HOST_LINE: Final = "{:<64}  {:<10}  {:<5}  {:<6}  {:<16}  {}"
 CHUNK_COLUMNS: Final = _STORE_LINE.format("KEY", "SIZE", "OBJECTS", "BLOCKS", "AGE", "TENANT", "")
 WITHDRAWN_COLUMNS: Final = f"{CHUNK_COLUMNS}BOUND"
+_COLUMNS: Final = {
+    "NAMESPACE": "namespace",
+    "MODEL": "model",
+    "TENANT": "tenant",
+    "CHUNKS": "chunks",
+}
+_HOST_COLUMNS: Final = {**_COLUMNS, "PARTS": "parts", "SIZE": "size_bytes"}
+_STORE_COLUMNS: Final = {
+    **_COLUMNS,
+    "OBJECTS": "objects",
+    "SIZE": "size_bytes",
+    "WITHDRAWN": "withdrawn",
+    "OLDEST": "oldest",
+}
 
 
 def main(options: Options) -> None:
-    """List namespaces, or the chunks of one."""
-    options.key = options.key.lower()
+    """`du`: sum up. `ls`: list the namespaces, or the chunks of one."""
     config = load_config(options.config)
-    if not asks_host(options, config):
-        _list_store(config, options)
+    sums = options.action == "du"
+    if config.store is not None and not (options.host or options.url):
+        (_show_store_usage if sums else _list_store)(config, options)
         return
-    with host_memory(options) as client:
-        if options.namespace is None:
-            _list_host_namespaces(client, as_json=options.json)
-        else:
-            _list_host_chunks(client, options)
+    try:
+        (_show_host_usage if sums else _list_host)(client_of(options), options)
+    except NoAnswer as error:
+        if options.host or options.url or isinstance(error, QueryRejected):
+            raise
+        raise NoAnswer(
+            f"the configuration has no store, so host memory is asked for: {error}"
+        ) from error
+
+
+# --- sums ----------------------------------------------------------------------------------------
+
+
+def _show_store_usage(config: Config, options: Options) -> None:
+    names = TenantNames(config)
+
+    async def command(store: ObjectTier) -> Document:
+        found: list[Document] = []
+        prefixes = await find_namespaces(store, options.namespace)
+        models = await describe_models(store, prefixes)
+        for prefix, model in zip(prefixes, models, strict=True):
+            usage = await usage_of(store, prefix)
+            tenants = usage.largest(TENANTS_SHOWN_MAX)
+            found.append(
+                {
+                    "namespace": namespace_of(prefix),
+                    **model,
+                    **_held(usage.total),
+                    "withdrawn": usage.withdrawn,
+                    "tenants": [
+                        {"tenant": names.name(tenant), **_held(held)}
+                        for tenant, held in tenants.items()
+                    ],
+                    "tenants_left_out": usage.num_tenants - len(tenants),
+                }
+            )
+        return {"url": store.url, "namespaces": found}
+
+    show(run(config, command), _store_text, as_json=options.json)
+
+
+async def usage_of(store: ObjectTier, prefix: str) -> UsageTable:
+    """The chunks that a namespace's catalog offers. Raises the tier's errors."""
+    usage = UsageTable()
+    async for rows in all_rows(Files(store, catalog_folder(prefix), Counts()), time.time()):
+        await anyio.to_thread.run_sync(usage.add, rows)
+    return usage
+
+
+def _held(held: Usage) -> Document:
+    return {
+        "chunks": held.chunks,
+        "objects": held.objects,
+        "size_bytes": held.size_bytes,
+        "oldest_seconds": held.oldest / 1e6,
+    }
+
+
+def _show_host_usage(client: SidecarClient, options: Options) -> None:
+    found = get_list(client, "/host", "namespaces", namespace=options.namespace or "")
+    show({"host": client.url, **found}, _host_text, as_json=options.json)
+
+
+def _store_text(document: Document) -> str:
+    now, rows = time.time(), _rows(document)
+    for row in rows:
+        row["oldest"] = age(row.get("oldest_seconds", 0), now)
+    return document_table(rows, _STORE_COLUMNS) if rows else f"{document['url']} holds no chunks"
+
+
+def _host_text(document: Document) -> str:
+    rows = _rows(document)
+    usage = document_table(rows, _HOST_COLUMNS) if rows else "no engine has attached yet"
+    lines = [_host_heading(document["host"]), usage]
+    if unclaimed := document["unclaimed_bytes"]:
+        lines.append(f"{approximate_size(unclaimed)} of an earlier run wait for their engine")
+    return "\n".join(lines)
+
+
+def _rows(document: Document) -> list[Document]:
+    """A row for each namespace, followed by one for each of its tenants."""
+    rows: list[Document] = []
+    same = {"namespace": "", "model": ""}
+    for one in document["namespaces"]:
+        rows.append({**one, "model": model_text(one), "tenant": "all"})
+        rows += [same | tenant for tenant in one["tenants"]]
+        if one["tenants_left_out"]:
+            rows.append(same | {"tenant": f"and {one['tenants_left_out']} that hold less"})
+    return rows
 
 
 class ListWriter:
@@ -103,13 +206,14 @@ class ListWriter:
             say("more than --limit; raise it, or narrow it with --key")
 
 
-# --- the object store ----------------------------------------------------------------------------
+# --- lists of the object store -------------------------------------------------------------------
 
 
 def _list_store(config: Config, options: Options) -> None:
-    if not re.fullmatch(rf"[0-9a-f]{{0,{2 * KEY_BYTES}}}", options.key):
+    key = options.key.lower()
+    if not re.fullmatch(rf"[0-9a-f]{{0,{2 * KEY_BYTES}}}", key):
         raise CommandError(
-            f"key {options.key!r}: keys are {2 * KEY_BYTES} hexadecimal digits, as kvlake ls "
+            f"key {key!r}: keys are {2 * KEY_BYTES} hexadecimal digits, as kvlake ls "
             "prints them; give the first of them"
         )
     names = TenantNames(config)
@@ -135,7 +239,7 @@ def _list_store(config: Config, options: Options) -> None:
             writer.write(chunk_documents(rows, names, place=place))
 
         more = await list_chunks(
-            store, prefixes[0], write, key=options.key, tenant=tenant, chunks_max=options.limit
+            store, prefixes[0], write, key=key, tenant=tenant, chunks_max=options.limit
         )
         writer.close({"more": more})
 
@@ -246,17 +350,24 @@ def chunk_line(chunk: Document) -> str:
     return "\n  ".join([line.rstrip(), *chunk.get("urls", ())])
 
 
-# --- host memory ---------------------------------------------------------------------------------
+# --- lists of host memory ------------------------------------------------------------------------
 
 
-def _list_host_namespaces(client: SidecarClient, *, as_json: bool) -> None:
+def _host_heading(url: str) -> str:
+    return f"host memory of the sidecar at {url}"
+
+
+def _list_host(client: SidecarClient, options: Options) -> None:
+    if options.namespace is not None:
+        _list_host_chunks(client, options)
+        return
     found = get_list(client, "/host", "namespaces", namespace="")["namespaces"]
     models = {one["namespace"]: {key: one[key] for key in _ABOUT} for one in found}
-    if not as_json:
-        say(host_heading(client.url))
+    if not options.json:
+        say(_host_heading(client.url))
     document = {"host": client.url, "namespaces": list(models), "models": models}
     nothing = "no engine has attached yet"
-    show(document, lambda _: _namespaces_text(models, nothing), as_json=as_json)
+    show(document, lambda _: _namespaces_text(models, nothing), as_json=options.json)
 
 
 def _list_host_chunks(client: SidecarClient, options: Options) -> None:
@@ -269,14 +380,14 @@ def _list_host_chunks(client: SidecarClient, options: Options) -> None:
             "/host/chunks",
             "chunks",
             namespace=options.namespace,
-            key=options.key,
+            key=options.key.lower(),
             tenant=options.tenant,
             after=after,
             limit=str(num_chunks),
         )
         if not after:
             if not options.json:
-                heading = host_heading(client.url)
+                heading = _host_heading(client.url)
                 say(f"{heading}\n{page['namespace']}: {model_text(page)}")
             head = {name: page[name] for name in ("namespace", *_ABOUT)}
             columns = _HOST_LINE.format("KEY", "SIZE", "PARTS", "BLOCKS", "TENANT", "STATE")
