@@ -19,20 +19,17 @@ Invariants:
 import hashlib
 import os
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import (
     canonical_format_id,
 )
-from vllm.v1.kv_offload.base import Locality, Medium, OffloadingEvent
+from vllm.v1.kv_offload.base import Locality, Medium, OffloadingEvent, OffloadKey
+from vllm.v1.kv_offload.config import OffloadingConfig
 
 from connector.events import TierEvent
 from connector.identity.namespace import canonical_json, digest_of
 from sidecar.protocol import EVENT_NAME_BYTES, TIERS_OWNER, StoredEvent
-
-if TYPE_CHECKING:
-    from vllm.v1.kv_offload.base import OffloadKey
-    from vllm.v1.kv_offload.config import OffloadingConfig
 
 NAMES_KEPT_MAX: Final = 65_536
 _KEY_DOMAIN: Final = b"kvlake/offloading/1\0"
@@ -56,7 +53,7 @@ class ChunkKeys:
         """The tiers that hold them, by the start of their keys."""
         self._events: list[OffloadingEvent] = []
 
-    def key_of(self, name: "OffloadKey") -> bytes:
+    def key_of(self, name: OffloadKey) -> bytes:
         """The key of a chunk. If the chunk is held and had no name, this publishes it."""
         key = hashlib.sha256(_KEY_DOMAIN + self.digest + self._generation + name).digest()
         if self._remembers:
@@ -99,11 +96,11 @@ class ChunkKeys:
         taken, self._events = self._events, []
         return taken
 
-    def _publish_stored(self, start: bytes, tier: str, name: "OffloadKey") -> None:
+    def _publish_stored(self, start: bytes, tier: str, name: OffloadKey) -> None:
         self._published[start, tier] = name
         self._publish(name, tier, removed=False)
 
-    def _publish(self, name: "OffloadKey", tier: str, *, removed: bool) -> None:
+    def _publish(self, name: OffloadKey, tier: str, *, removed: bool) -> None:
         host = tier == "host"
         self._events.append(
             OffloadingEvent(
@@ -118,7 +115,7 @@ class ChunkKeys:
         )
 
 
-def row_namespace_of(config: "OffloadingConfig", identity: Any, row_bytes: int) -> bytes:
+def row_namespace_of(config: OffloadingConfig, identity: Any, row_bytes: int) -> bytes:
     """The namespace of an engine's rows: `identity`, and everything that vLLM tells a tier."""
     parallel = config.parallel
     layout = str(config.kv_cache_layout)

@@ -20,16 +20,19 @@ import stat
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
     LoadStoreSpec,
     LookupResult,
     OffloadingManager,
     OffloadingWorker,
     PrepareStoreOutput,
     RequestOffloadingContext,
+    TransferResult,
 )
+from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
@@ -45,10 +48,6 @@ from connector.offloading.workarounds import disown_region, guard_tiers, unlink_
 from connector.options import OFFLOADING_OPTIONS, log_unknown_options, option
 from connector.vllm_workarounds import watch_engine_weights
 from sidecar.protocol import Role, sockets_of
-
-if TYPE_CHECKING:
-    from vllm.v1.kv_offload.base import CanonicalKVCaches, TransferResult
-    from vllm.v1.kv_offload.config import OffloadingConfig
 
 logger = logging.getLogger("vllm.kvlake")
 
@@ -85,7 +84,7 @@ class NoCopies(OffloadingWorker):
 
     submit_load = submit_store
 
-    def get_finished(self) -> "list[TransferResult]":
+    def get_finished(self) -> list[TransferResult]:
         """There are no jobs."""
         return []
 
@@ -98,7 +97,7 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
 
     _manager: OffloadingManager | None
 
-    def __init__(self, config: "OffloadingConfig") -> None:
+    def __init__(self, config: OffloadingConfig) -> None:
         extra = dict(config.extra_config)
         tier = {"type": TIER, "module_path": "connector.secondary"}
         tier |= {name: extra[name] for name in OWN_SETTINGS if name in extra}
@@ -146,7 +145,7 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
         disown_region(self._scheduler_mmap)
         return manager
 
-    def get_worker(self, kv_caches: "CanonicalKVCaches") -> OffloadingWorker:
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Make vLLM's worker, or kvlake's on the CPU platform."""
         from vllm.config import get_current_vllm_config
         from vllm.platforms import current_platform

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,10 +21,15 @@ from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
+    OffloadingEvent,
+    OffloadingSpec,
+    OffloadKey,
+    ReqContext,
     RequestOffloadingContext,
+    ScheduleEndContext,
     get_offload_group_idx,
 )
-from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 import connector.ownership  # noqa: F401 # pyright: ignore[reportUnusedImport] (checks at import)
 from connector.client import Attempt, Client, SidecarSession
@@ -49,16 +54,6 @@ from sidecar.protocol import (
     sockets_of,
 )
 from tiers.kv.index import FLAG_HOST, FLAG_STORE
-
-if TYPE_CHECKING:
-    from vllm.v1.kv_offload.base import (
-        OffloadingEvent,
-        OffloadingSpec,
-        OffloadKey,
-        ReqContext,
-        ScheduleEndContext,
-    )
-    from vllm.v1.kv_offload.tiering.base import TransferJob
 
 TOPOLOGY: Final = "offloading"
 """Chunks hold the parts of all ranks."""
@@ -125,7 +120,7 @@ class KVLakeTier(SecondaryTierManager):
 
     def __init__(
         self,
-        offloading_spec: "OffloadingSpec",
+        offloading_spec: OffloadingSpec,
         primary_kv_view: memoryview,
         tier_type: str,
         namespace: Any = "",
@@ -199,14 +194,14 @@ class KVLakeTier(SecondaryTierManager):
 
     # --- lookup --------------------------------------------------------------------------------
 
-    def on_new_request(self, req_context: "ReqContext") -> RequestOffloadingContext:
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Read the request's parameters."""
         request_params = self._request_params.read(req_context)
         self._requests[req_context.req_id] = _Request(request_params)
         self._offloaded.added(req_context)
         return RequestOffloadingContext()
 
-    def lookup(self, key: "OffloadKey", req_context: "ReqContext") -> LookupResult:
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """HIT: it is in the sidecar's host memory. RETRY: it is being read from the store."""
         request = self._requests.get(req_context.req_id)
         if self.client.session is None or request is None or not request.request_params.reads:
@@ -238,7 +233,7 @@ class KVLakeTier(SecondaryTierManager):
         session = self.client.session
         return np.zeros(len(keys), dtype=np.uint8) if session is None else session.holds(keys)
 
-    def _own_key(self, key: "OffloadKey", request: _Request | None, context: "ReqContext") -> bytes:
+    def _own_key(self, key: OffloadKey, request: _Request | None, context: ReqContext) -> bytes:
         own = self.keys.key_of(key)
         end = context.get_offload_key_position(key)
         if request is not None and end is not None:
@@ -270,7 +265,7 @@ class KVLakeTier(SecondaryTierManager):
 
     # --- transfers -----------------------------------------------------------------------------
 
-    def submit_store(self, job_metadata: "TransferJob") -> None:
+    def submit_store(self, job_metadata: TransferJob) -> None:
         """Carry chunks to the sidecar that it does not have."""
         context = job_metadata.req_context
         request = self._requests.get(context.req_id)
@@ -288,7 +283,7 @@ class KVLakeTier(SecondaryTierManager):
             rows.sort(key=lambda row: context.get_offload_key_position(names[row.key]) or 0)
         self._carry(job_metadata.job_id, rows, is_load=False)
 
-    def submit_load(self, job_metadata: "TransferJob") -> None:
+    def submit_load(self, job_metadata: TransferJob) -> None:
         """Carry chunks from the sidecar."""
         request = self._requests.get(job_metadata.req_context.req_id)
         names = self._begin(job_metadata, request)
@@ -300,12 +295,12 @@ class KVLakeTier(SecondaryTierManager):
         ]
         self._carry(job_metadata.job_id, rows, is_load=True)
 
-    def _begin(self, job: "TransferJob", request: _Request | None) -> "dict[bytes, OffloadKey]":
+    def _begin(self, job: TransferJob, request: _Request | None) -> dict[bytes, OffloadKey]:
         names = {self._own_key(key, request, job.req_context): key for key in job.keys}
         self._jobs[job.job_id] = (request, names)
         return names
 
-    def _parent(self, key: "OffloadKey", request: _Request, context: "ReqContext") -> bytes:
+    def _parent(self, key: OffloadKey, request: _Request, context: ReqContext) -> bytes:
         group = get_offload_group_idx(key)
         end = context.get_offload_key_position(key) or 0
         before = (group, end - self._chunk_tokens.get(group, 0))
@@ -346,7 +341,7 @@ class KVLakeTier(SecondaryTierManager):
             )
         return results
 
-    def on_schedule_end(self, context: "ScheduleEndContext") -> None:
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Send the lookups and jobs of this step."""
         self._offloaded.step(context)
         session = self.client.session
@@ -369,7 +364,7 @@ class KVLakeTier(SecondaryTierManager):
         """Whether an answer is awaited."""
         return bool(self._reads)
 
-    def on_request_finished(self, req_context: "ReqContext") -> None:
+    def on_request_finished(self, req_context: ReqContext) -> None:
         """Release what was read for it."""
         self._offloaded.finished(req_context)
         request = self._requests.pop(req_context.req_id, None)
@@ -395,7 +390,7 @@ class KVLakeTier(SecondaryTierManager):
                 request.request_params = NOTHING
             request.wanted.clear()
 
-    def take_events(self) -> "Iterable[OffloadingEvent]":
+    def take_events(self) -> Iterable[OffloadingEvent]:
         """What the sidecar's tiers gained and lost of chunks whose names are known here."""
         return self.keys.take(self._tiers.take())
 
