@@ -11,10 +11,13 @@ others. Pure: knows neither vLLM nor the index.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import lcm
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+State: TypeAlias = tuple[int, int, int]
+"""A state of recurrent layers: KV cache group, block id, number of tokens before it."""
 
 
 @dataclass(frozen=True, slots=True)

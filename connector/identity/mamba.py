@@ -11,14 +11,14 @@ is only copied, and only engines with the same ranks share it.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from connector.identity.groups import State
+
 ALIGNED: Final = "align"
 """The mode in which a block holds the state after its last token."""
-State: TypeAlias = tuple[int, int, int]
-"""A state that vLLM reports: KV cache group, block id, number of tokens before it."""
 
 
 def is_recurrent(spec: Any) -> bool:

@@ -9,22 +9,19 @@ our keys do not describe. Does not own any decision about loading or storing.
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from connector.client import SidecarSession
 from connector.identity.adapters import Adapters
+from connector.identity.groups import CachedGroup, Geometry, State
 from connector.identity.keys import KeyChain, MediaItem, root_key
 from connector.identity.speculative import NO_DRAFTS, Speculation
 from connector.plan import Load
 from connector.request_params import RequestParams, RequestParamsReader
 from sidecar.protocol import tenant_id
-
-if TYPE_CHECKING:
-    from connector.identity.groups import CachedGroup, Geometry
-    from connector.identity.mamba import State
 
 logger = logging.getLogger("vllm.kvlake")
 
@@ -66,7 +63,7 @@ class GroupState:
     """One request in one KV cache group."""
 
     group: int
-    geometry: "Geometry"
+    geometry: Geometry
     chain: KeyChain
     tags: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty((0, 2), dtype=np.uint64))
     """Index tags of the chain's keys, for sessions with `tags_salt`."""
@@ -230,7 +227,7 @@ class PrefixCache:
         blocks: Sequence[Any] | None = self._block_pool.get_cached_block(hashes[last], list(groups))
         return blocks or ()
 
-    def states_at(self, request: Any, end_tokens: int, groups: Sequence[int]) -> "list[State]":
+    def states_at(self, request: Any, end_tokens: int, groups: Sequence[int]) -> list[State]:
         """As `states_of`, what vLLM has cached for these groups of recurrent layers."""
         blocks = self.blocks_at(request, end_tokens, groups) if groups else ()
         return [
@@ -248,7 +245,7 @@ class Requests(dict[str, RequestState]):
     """Request id to state, of the requests that are cached."""
 
     def __init__(
-        self, groups: "Sequence[CachedGroup]", settings: Settings, prefix_cache: PrefixCache
+        self, groups: Sequence[CachedGroup], settings: Settings, prefix_cache: PrefixCache
     ) -> None:
         super().__init__()
         self.adapters = Adapters(settings.world_size, self._void_adapter)

@@ -19,11 +19,11 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from connector.client import Client
 from connector.events import TierEvent, TierEvents
-from connector.identity.groups import CachedGroup, aligned
+from connector.identity.groups import CachedGroup, State, aligned
 from connector.plan import Load, StepPlan, StepReport
 from connector.request_params import EXPECT, PARAMS
 from connector.scheduler.lookup import HitFinder, pieces_of
@@ -33,9 +33,6 @@ from connector.scheduler.stats import Stats
 from connector.scheduler.stores import StorePlanner, Stores
 from connector.vllm_workarounds import UncomputedBlocks
 from sidecar.protocol import Lease, LoadChunk, LoadJob, LookupDone, Release
-
-if TYPE_CHECKING:
-    from connector.identity.mamba import State
 
 logger = logging.getLogger("vllm.kvlake")
 
@@ -252,7 +249,7 @@ class SchedulerRole:
         self,
         scheduled: dict[str, int],
         block_ids_of: Callable[[str], Sequence[Sequence[int]]],
-        states: "Mapping[str, Sequence[State]]" = MappingProxyType({}),
+        states: Mapping[str, Sequence[State]] = MappingProxyType({}),
         preempted: Iterable[str] = (),
     ) -> StepPlan:
         """Jobs of a step that computes this many tokens of each `scheduled` request.

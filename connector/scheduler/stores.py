@@ -17,24 +17,16 @@ Invariants:
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from connector.client import Client, SidecarSession
+from connector.identity.groups import State
 from connector.plan import BLOCK_ID_BYTES_MAX, OVERHEAD_BYTES_MAX, StepReport, Store, batches
 from connector.scheduler.lookup import keys_and_groups, pieces_kept
-from connector.scheduler.requests import (
-    GroupState,
-    PrefixCache,
-    Requests,
-    RequestState,
-    Settings,
-)
+from connector.scheduler.requests import GroupState, PrefixCache, Requests, RequestState, Settings
 from connector.scheduler.stats import Stats
 from sidecar.protocol import FRAME_BYTES_MAX, KEYS_PER_MESSAGE_MAX, Pin, StoreChunk, StoreJob
 from tiers.kv.index import FLAG_HOST
-
-if TYPE_CHECKING:
-    from connector.identity.mamba import State
 
 JOB_BYTES_MAX: Final = FRAME_BYTES_MAX // 4
 """Upper bound of one job: it cannot be split later, and fails with its message."""
@@ -205,7 +197,7 @@ class StorePlanner:
         self,
         scheduled: Mapping[str, int],
         block_ids_of: Callable[[str], Sequence[Sequence[int]]],
-        states: "Mapping[str, Sequence[State]]",
+        states: Mapping[str, Sequence[State]],
     ) -> None:
         """Plan the stores of a step; see `SchedulerRole.build_plan`."""
         if not self.settings.writes:
@@ -247,7 +239,7 @@ class StorePlanner:
         """
         return (self.settings.beside_others or self.others_load) and len(state.groups) == 1
 
-    def _states_held(self, state: RequestState) -> "list[State]":
+    def _states_held(self, state: RequestState) -> list[State]:
         """States that a request begins with: vLLM never hands them over again if they were lost."""
         end_tokens, state.begins_tokens = state.begins_tokens, 0
         if not end_tokens:
@@ -260,7 +252,7 @@ class StorePlanner:
         state: RequestState,
         num_tokens: int,
         block_ids_of: Callable[[str], Sequence[Sequence[int]]],
-        handed: "Sequence[State]",
+        handed: Sequence[State],
     ) -> None:
         request = state.request
         # Draft tokens and placeholders are not known yet, so they do not count as computed.
@@ -365,7 +357,7 @@ def _tail(group: GroupState, num_tokens: int) -> list[Part]:
     return [Part(group.group, chunk, blocks, group.chain.partial(chunk, blocks))] if blocks else []
 
 
-def _state_parts(groups: Sequence[GroupState], states: "Sequence[State]") -> list[Part]:
+def _state_parts(groups: Sequence[GroupState], states: Sequence[State]) -> list[Part]:
     """States as parts of their groups."""
     parts: list[Part] = []
     for number, block_id, num_tokens in states:
