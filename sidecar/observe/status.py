@@ -78,7 +78,6 @@ class SidecarStatus:
         """The status as of now."""
         dispatcher = self._dispatcher
         engine = dispatcher.engine
-        ready, readiness = self._watchdog.readiness()
         counters = dataclasses.asdict(engine.counters)
         sessions = Counter(session.groups[0].realm_id for session in engine.sessions.values())
         return {
@@ -89,9 +88,7 @@ class SidecarStatus:
             "epoch": dispatcher.epoch,
             "last_stop_objects_lost": dispatcher.lost_before,
             "uptime_seconds": _seconds_since(self._started),
-            "ready": ready,
-            "state": readiness["state"],
-            "problems": readiness["problems"],
+            **self._watchdog.readiness()[1],
             "tiers": {"host": _host_tier(dispatcher), "store": self._store_tier()},
             "hits": {
                 **_pick(engine.counters, "chunks_loaded bytes_loaded loads_served"),
@@ -243,8 +240,7 @@ def _event_stream(dispatcher: Dispatcher) -> Document | None:
         return None
     sockets = stream.sockets
     return {
-        "endpoint": sockets.endpoint,
-        "replay_endpoint": sockets.replay_endpoint,
+        **_pick(sockets, "endpoint replay_endpoint"),
         "next_number": stream.history.next_number,
         "events_told": stream.events_told,
         "batches_kept": len(stream.history),

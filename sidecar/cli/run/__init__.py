@@ -140,18 +140,6 @@ class Interrupted(Exception):
         self.number = number
 
 
-def join(attach_path: Path) -> tuple[int, int]:
-    """Join the sidecar that listens there: its process, and a descriptor; closing it leaves.
-
-    Raises `OSError` if none listens, or its directory takes no lock of this user.
-    """
-    pid = listener(attach_path)
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    fd = os.open(attach_path.with_name(LOCK), flags, 0o600)
-    fcntl.flock(fd, fcntl.LOCK_SH)
-    return pid, fd
-
-
 def has_joined(directory: Path) -> bool:
     """Whether a `run` has joined the sidecar of this runtime directory."""
     return _is_held(directory / LOCK, fcntl.LOCK_EX)
@@ -224,12 +212,16 @@ class SupervisedSidecar:
                 _interrupt(wakeup)
 
     def _join(self) -> bool:
-        """Join the sidecar that serves; False if there is none."""
+        """Join the sidecar that serves; False if none does, or its directory takes no lock."""
         path = self._config.runtime.attach_path
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            pid, self._joined_fd = join(path)
+            pid = listener(path)
+            fd = os.open(path.with_name(LOCK), flags, 0o600)
+            fcntl.flock(fd, fcntl.LOCK_SH)
         except OSError:
             return False
+        self._joined_fd = fd
         log(
             f"a sidecar (pid {pid}) serves {path}: joined it, with the configuration that it was "
             "started with"
