@@ -12,7 +12,7 @@ of a listing that fails midway is not closed. Nothing is written.
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 import anyio.to_thread
@@ -32,18 +32,12 @@ from sidecar.cli.console import (
     show,
     table,
 )
-from sidecar.cli.store import (
-    TENANTS_SHOWN_MAX,
-    TenantNames,
-    describe_models,
-    find_namespaces,
-    model_text,
-    namespace_of,
-    run,
-)
+from sidecar.cli.store import TENANTS_SHOWN_MAX, TenantNames, find_namespaces, namespace_of, run
 from sidecar.config.model import Config
+from sidecar.sessions.model_names import UNKNOWN, layers_of, model_name
 from tiers.catalog.manifest import Counts
 from tiers.catalog.names import KEY_BYTES, catalog_folder
+from tiers.catalog.namespace_info import read_info
 from tiers.catalog.reader import Files
 from tiers.catalog.retention import Reasons, RetentionReason
 from tiers.catalog.rows import Rows
@@ -93,6 +87,31 @@ def main(options: Options) -> None:
         ) from error
 
 
+async def _describe_models(store: ObjectTier, prefixes: Sequence[str]) -> list[Document]:
+    """The model of each namespace, where the store has it. Raises the tier's errors."""
+    found: dict[str, Document] = {}
+
+    async def read(prefix: str) -> None:
+        info = await read_info(store, prefix)
+        about = None if info is None else info.fields()
+        found[prefix] = {
+            "model": None if info is None else model_name(info.fields(), info.served_as),
+            "layers": layers_of(about or {}) or None,
+            "about": about,
+        }
+
+    # The store's own limit bounds how many run at the same time.
+    async with anyio.create_task_group() as tasks:
+        for prefix in prefixes:
+            tasks.start_soon(read, prefix)
+    return [found[prefix] for prefix in prefixes]
+
+
+def _model_text(one: Document) -> str:
+    """The model and layers of a namespace, for a table."""
+    return ", ".join(filter(None, (one["model"] or UNKNOWN, one["layers"])))
+
+
 # --- sums ----------------------------------------------------------------------------------------
 
 
@@ -102,7 +121,7 @@ def _show_store_usage(config: Config, options: Options) -> None:
     async def command(store: ObjectTier) -> Document:
         found: list[Document] = []
         prefixes = await find_namespaces(store, options.namespace)
-        models = await describe_models(store, prefixes)
+        models = await _describe_models(store, prefixes)
         for prefix, model in zip(prefixes, models, strict=True):
             usage = await usage_of(store, prefix)
             tenants = usage.largest(TENANTS_SHOWN_MAX)
@@ -167,7 +186,7 @@ def _rows(document: Document) -> list[Document]:
     rows: list[Document] = []
     same = {"namespace": "", "model": ""}
     for one in document["namespaces"]:
-        rows.append({**one, "model": model_text(one), "tenant": "all"})
+        rows.append({**one, "model": _model_text(one), "tenant": "all"})
         rows += [same | tenant for tenant in one["tenants"]]
         if one["tenants_left_out"]:
             rows.append(same | {"tenant": f"and {one['tenants_left_out']} that hold less"})
@@ -221,7 +240,7 @@ def _list_store(config: Config, options: Options) -> None:
 
     async def command(store: ObjectTier) -> None:
         prefixes = await find_namespaces(store, options.namespace)
-        models = await describe_models(store, prefixes)
+        models = await _describe_models(store, prefixes)
         if options.namespace is None:
             found = dict(zip(map(namespace_of, prefixes), models, strict=True))
             document = {"url": store.url, "namespaces": list(found), "models": found}
@@ -230,7 +249,7 @@ def _list_store(config: Config, options: Options) -> None:
             return
         namespace, place = namespace_of(prefixes[0]), f"{store.url.rstrip('/')}/{prefixes[0]}"
         if not options.json:
-            say(f"{namespace}: {model_text(models[0])}")
+            say(f"{namespace}: {_model_text(models[0])}")
         writer = ListWriter(chunk_line, as_json=options.json)
         head = {"url": store.url, "namespace": namespace, **models[0]}
         writer.open(head, "chunks", CHUNK_COLUMNS)
@@ -247,7 +266,7 @@ def _list_store(config: Config, options: Options) -> None:
 
 
 def _namespaces_text(models: Document, nothing: str) -> str:
-    rows = [(name, model_text(model)) for name, model in models.items()]
+    rows = [(name, _model_text(model)) for name, model in models.items()]
     return table([("NAMESPACE", "MODEL"), *rows]) if rows else nothing
 
 
@@ -388,7 +407,7 @@ def _list_host_chunks(client: SidecarClient, options: Options) -> None:
         if not after:
             if not options.json:
                 heading = _host_heading(client.url)
-                say(f"{heading}\n{page['namespace']}: {model_text(page)}")
+                say(f"{heading}\n{page['namespace']}: {_model_text(page)}")
             head = {name: page[name] for name in ("namespace", *_ABOUT)}
             columns = _HOST_LINE.format("KEY", "SIZE", "PARTS", "BLOCKS", "TENANT", "STATE")
             writer.open({"host": client.url, **head}, "chunks", columns)

@@ -1,20 +1,18 @@
 """What `du`, `ls` and `gc` share: the configured object store, its namespaces and its tenants."""
 
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
 import anyio
 
 from sidecar.catalog.garbage_collector import namespaces
-from sidecar.cli.console import CommandError, Document
+from sidecar.cli.console import CommandError
 from sidecar.config.model import Config
 from sidecar.core.tenants import Tenants
 from sidecar.errors import StartError
 from sidecar.service.store_stack import open_store
-from sidecar.sessions.model_names import UNKNOWN, layers_of, model_name
 from tiers.catalog.names import NAMESPACE_CHARACTERS
-from tiers.catalog.namespace_info import read_info
 from tiers.catalog.scan import Superseded
 from tiers.catalog.usage import word_of
 from tiers.errors import TierError
@@ -68,31 +66,6 @@ async def find_namespaces(store: ObjectTier, digits: str | None) -> list[str]:
 def namespace_of(prefix: str) -> str:
     """The name of a namespace by its folder."""
     return prefix.rpartition("/")[2]
-
-
-async def describe_models(store: ObjectTier, prefixes: Sequence[str]) -> list[Document]:
-    """The model of each namespace, where the store has it. Raises the tier's errors."""
-    found: dict[str, Document] = {}
-
-    async def read(prefix: str) -> None:
-        info = await read_info(store, prefix)
-        about = None if info is None else info.fields()
-        found[prefix] = {
-            "model": None if info is None else model_name(info.fields(), info.served_as),
-            "layers": layers_of(about or {}) or None,
-            "about": about,
-        }
-
-    # The store's own limit bounds how many run at the same time.
-    async with anyio.create_task_group() as tasks:
-        for prefix in prefixes:
-            tasks.start_soon(read, prefix)
-    return [found[prefix] for prefix in prefixes]
-
-
-def model_text(one: Document) -> str:
-    """The model and layers of a namespace, for a table."""
-    return ", ".join(filter(None, (one["model"] or UNKNOWN, one["layers"])))
 
 
 class TenantNames:

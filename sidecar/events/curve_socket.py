@@ -27,7 +27,6 @@ SendFrames = Callable[[Sequence[bytes]], Sent]
 Received = Callable[[SendFrames, list[bytes]], None]
 """Takes the way back to a peer, and the parts of its request."""
 
-
 REQUEST_BYTES_MAX: Final = 1024
 REQUESTS_QUEUED_MAX: Final = 64
 LINGER_MILLISECONDS_MAX: Final = 100
