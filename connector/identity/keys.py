@@ -56,7 +56,7 @@ class KeyChain:
     media: Sequence[MediaItem] = ()
     """In order of offset."""
     _: KW_ONLY
-    beside: "InitVar[KeyChain | None]" = None
+    beside: InitVar["KeyChain | None"] = None
     """A chain of the same tokens, which keeps them for both; see `follow`."""
     ahead_tokens: int = 0
     """How many tokens after a chunk its KV depends on."""
