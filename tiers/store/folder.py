@@ -81,13 +81,11 @@ class LocalFolder:
         """Entries that listings omitted because they are no files or cannot be examined."""
 
     async def write(self, name: str, image: Bytes, *, create: bool = False) -> None:
-        """See `Objects.write`."""
         place = os.link if create else os.replace
         path = f"{self._root}/{name}"
         await run_to_end(lambda: self._put(path, image, place), self._writers)
 
     async def read(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
-        """See `Objects.read`."""
         path = f"{self._root}/{name}"
         return await run_to_end(lambda: self._get(path, into, seen), self._readers)
 
@@ -99,7 +97,6 @@ class LocalFolder:
         deep: bool = True,
         names_max: int | None = None,  # noqa: ARG002 (a folder has no pages)
     ) -> Listing:
-        """See `Objects.list`."""
         # A listing uses no memory of the caller, so a cancel does not wait for its thread, which a
         # mount whose server is gone blocks for any time. Python waits for such threads when it
         # ends: a process that must not wait ends by `os._exit`.
@@ -111,12 +108,10 @@ class LocalFolder:
         return [one for one in found if one.name > start_after]
 
     async def move(self, name: str, target: str) -> None:
-        """See `StoreClient.move`."""
         source, path = f"{self._root}/{name}", f"{self._root}/{target}"
         await run_to_end(lambda: self._move(source, path), self._writers)
 
     async def delete(self, names: Sequence[str]) -> None:
-        """See `Objects.delete`."""
         await run_to_end(lambda: self._remove(names), self._writers)
 
     async def close(self) -> None:

@@ -127,7 +127,6 @@ class FsspecClient:
         return f"{self.root}/{name}" if name else self.root
 
     async def write(self, name: str, image: Bytes, *, create: bool = False) -> None:
-        """See `Objects.write`."""
         options = dict(self.put_options)
         if create:
             if not self.creates:
@@ -141,7 +140,6 @@ class FsspecClient:
         await self._call("pipe_file", self._path(name), body, **options)
 
     async def read(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
-        """See `Objects.read`."""
         # The range bounds the memory that a foreign object of any size can take, and spares the
         # HEAD request by which s3fs would first ask for the size.
         body: bytes = await self._call("cat_file", self._path(name), start=0, end=into.nbytes + 1)
@@ -155,7 +153,6 @@ class FsspecClient:
         deep: bool = True,
         names_max: int | None = None,  # noqa: ARG002 (fsspec has no pages)
     ) -> Listing:
-        """See `Objects.list`."""
         path = self._path(prefix)
         try:
             found = await self._call("find" if deep else "ls", path, detail=True)
@@ -180,7 +177,6 @@ class FsspecClient:
         return [one for one in listing if one.name > start_after]
 
     async def move(self, name: str, target: str) -> None:
-        """See `StoreClient.move`."""
         source = self._path(name)
         await self._make_folder(target)
         try:
@@ -200,7 +196,6 @@ class FsspecClient:
             shutil.copyfileobj(read, write, COPY_BYTES)
 
     async def delete(self, names: Sequence[str]) -> None:
-        """See `Objects.delete`."""
         for name in names:
             try:
                 await self._call("rm_file", self._path(name))
@@ -210,7 +205,6 @@ class FsspecClient:
                     raise
 
     async def close(self) -> None:
-        """See `Objects.close`."""
         # fsspec has no verb for it. These are where s3fs, gcsfs (and http) and adlfs keep theirs.
         for place in ("_s3", "_session", "service_client"):
             client: Any = getattr(self.fs, place, None)

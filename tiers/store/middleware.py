@@ -62,37 +62,30 @@ class Wrapper(abc.ABC):
         """Run `call`, one attempt of `verb` on `name` ("" if it has none)."""
 
     async def probe(self) -> Abilities:
-        """See `ObjectTier.probe`."""
         return await self._around("probe", "", self._inner.probe)
 
     async def write(self, name: str, image: Bytes, *, create: bool = False) -> None:
-        """See `ObjectTier.write`."""
         await self._around("write", name, lambda: self._inner.write(name, image, create=create))
 
     async def read(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
-        """See `ObjectTier.read`."""
         return await self._around("read", name, lambda: self._inner.read(name, into, seen=seen))
 
     async def list(
         self, prefix: str, *, start_after: str = "", deep: bool = True, names_max: int | None = None
     ) -> Listing:
-        """See `ObjectTier.list`."""
         call = partial(
             self._inner.list, prefix, start_after=start_after, deep=deep, names_max=names_max
         )
         return await self._around("list", prefix, call)
 
     async def delete(self, names: Sequence[str]) -> None:
-        """See `ObjectTier.delete`."""
         first = names[0] if names else ""
         await self._around("delete", first, lambda: self._inner.delete(names))
 
     async def quarantine(self, name: str) -> None:
-        """See `ObjectTier.quarantine`."""
         await self._around("quarantine", name, lambda: self._inner.quarantine(name))
 
     async def close(self) -> None:
-        """See `ObjectTier.close`."""
         await self._around("close", "", self._inner.close)
 
 
@@ -108,7 +101,6 @@ class Deadline(Wrapper):
     deleted_together_max: int = DELETED_TOGETHER_MAX
 
     async def delete(self, names: Sequence[str]) -> None:
-        """See `ObjectTier.delete`."""
         step = self.deleted_together_max
         for first in range(0, len(names), step):
             await super().delete(names[first : first + step])
@@ -146,7 +138,6 @@ class Retrying(Wrapper):
     """Attempts that failed and were followed by another, by cause."""
 
     async def read(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
-        """See `ObjectTier.read`."""
         attempts = 0
 
         def attempt() -> Awaitable[int]:
@@ -207,7 +198,6 @@ class RateLimited(Wrapper):
     _next: float = dataclasses.field(default=0.0, init=False)
 
     async def delete(self, names: Sequence[str]) -> None:
-        """See `ObjectTier.delete`."""
         # `_around` takes the turn of the last request.
         for _ in range((len(names) - 1) // self.names_per_removal):
             await self._take_turn()
@@ -260,7 +250,6 @@ class Metered(Wrapper):
         return 0 if self.objects is None else self.objects.entries_skipped
 
     async def write(self, name: str, image: Bytes, *, create: bool = False) -> None:
-        """See `ObjectTier.write`."""
         await super().write(name, image, create=create)
         self.counts["write"].num_bytes += image.nbytes
 
@@ -300,12 +289,10 @@ class Billed(Wrapper):
     )
 
     async def write(self, name: str, image: Bytes, *, create: bool = False) -> None:
-        """See `ObjectTier.write`."""
         self.num_bytes["put"] += image.nbytes
         await super().write(name, image, create=create)
 
     async def delete(self, names: Sequence[str]) -> None:
-        """See `ObjectTier.delete`."""
         self.requests["delete"] += -(-len(names) // PAGE_NAMES)
         await super().delete(names)
 

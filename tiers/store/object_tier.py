@@ -96,7 +96,6 @@ class UrlObjects:
         return self.store.entries_skipped if isinstance(self.store, LocalFolder) else 0
 
     async def write(self, name: str, image: Bytes, *, create: bool = False) -> None:
-        """See `ObjectTier.write`."""
         _check_name(name)
         _check_memory("image", image)
         try:
@@ -109,7 +108,6 @@ class UrlObjects:
             ) from None
 
     async def read(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
-        """See `ObjectTier.read`."""
         _check_name(name)
         _check_memory("into", into)
         with self._translated("read", name):
@@ -118,7 +116,6 @@ class UrlObjects:
     async def list(
         self, prefix: str, *, start_after: str = "", deep: bool = True, names_max: int | None = None
     ) -> Listing:
-        """See `ObjectTier.list`."""
         folder = prefix.rstrip("/")
         # `start_after` may be any name of a listing, also a foreign one: it opens nothing.
         if folder:
@@ -138,7 +135,6 @@ class UrlObjects:
             return []
 
     async def delete(self, names: Sequence[str]) -> None:
-        """See `ObjectTier.delete`."""
         for name in names:
             _check_name(name)
         if names:
@@ -146,13 +142,11 @@ class UrlObjects:
                 await self.store.delete(names)
 
     async def quarantine(self, name: str) -> None:
-        """See `ObjectTier.quarantine`."""
         _check_name(name)
         with contextlib.suppress(ChunkMissing), self._translated("quarantine", name):
             await self.store.move(name, f"{QUARANTINE_FOLDER}/{name}")
 
     async def probe(self) -> Abilities:
-        """See `ObjectTier.probe`."""
         name = f"{PROBE_FOLDER}/{secrets.token_hex(PROBE_NAME_BYTES)}"
         sent = np.frombuffer(secrets.token_bytes(PROBE_BYTES), dtype=np.uint8)
         await self.write(name, sent)
@@ -195,7 +189,6 @@ class UrlObjects:
             )
 
     async def close(self) -> None:
-        """See `ObjectTier.close`."""
         with self._translated("close"):
             await self.store.close()
 

@@ -78,7 +78,6 @@ class ObstoreClient:
         self._copies = anyio.CapacityLimiter(COPY_THREADS_MAX)
 
     async def write(self, name: str, image: Bytes, *, create: bool = False) -> None:
-        """See `Objects.write`."""
         body = image.data
         try:
             await obstore.put_async(
@@ -93,7 +92,6 @@ class ObstoreClient:
             await _released(body)
 
     async def read(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
-        """See `Objects.read`."""
         if (direct := self._direct) is not None:
             try:
                 return await direct.get(name, into, seen=seen)
@@ -110,7 +108,6 @@ class ObstoreClient:
     async def list(
         self, prefix: str, *, start_after: str = "", deep: bool = True, names_max: int | None = None
     ) -> Listing:
-        """See `Objects.list`."""
         if self._direct is not None:
             # Listings run every few seconds, reads may not.
             self._direct.tidy()
@@ -134,12 +131,10 @@ class ObstoreClient:
         return found
 
     async def move(self, name: str, target: str) -> None:
-        """See `StoreClient.move`."""
         await obstore.copy_async(self.client, name, target, overwrite=True)
         await self.delete([name])
 
     async def delete(self, names: Sequence[str]) -> None:
-        """See `Objects.delete`."""
         try:
             await obstore.delete_async(self.client, list(names))
         except FileNotFoundError:
@@ -153,7 +148,6 @@ class ObstoreClient:
                         raise
 
     async def close(self) -> None:
-        """See `Objects.close`."""
         if self._direct is not None:
             self._direct.close()
         # obstore has no verb for it. Its threads must be idle when Python ends.
