@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
+from sidecar.cli.du import usage_of
+from sidecar.cli.ls import chunk_documents, chunk_line, list_chunks
 
 from benchmarks.micro.catalog_world import (
     DAYS,
@@ -35,8 +37,6 @@ from benchmarks.micro.catalog_world import (
     World,
     rss_bytes,
 )
-from sidecar.cli.du import usage_of
-from sidecar.cli.ls import chunk_documents, chunk_line, list_chunks
 from sidecar.cli.store import TenantNames
 from sidecar.config.model import Config
 from tiers.catalog.compaction import compact

@@ -398,7 +398,7 @@ async def _read_folder(store: _Store) -> None:
             async for rows in reader.changes():
                 assert len(rows) <= ROWS_PER_FILE_MAX
         reader.take_suspect()
-        assert -1 <= reader.generation <= NUMBER_MAX
+        assert -1 <= reader.manifest.generation <= NUMBER_MAX
     assert counts.files_read + counts.files_corrupt <= 64, "a file was read over and over"
 
 
