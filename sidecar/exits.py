@@ -10,19 +10,13 @@ Invariants:
 import enum
 import logging
 import os
-import signal
 import sys
 import threading
 import time
+from signal import SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2
 from typing import Final
 
-STOP_SIGNALS: Final = (
-    signal.SIGTERM,
-    signal.SIGINT,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-)
+STOP_SIGNALS: Final = (SIGTERM, SIGINT, SIGQUIT, SIGUSR1, SIGUSR2)
 """Signals that start a drain. By default the last three end a process at once."""
 LEAVE_SECONDS_MAX: Final = 1.0
 """How long an ending process waits for its threads."""

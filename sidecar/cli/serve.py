@@ -11,10 +11,12 @@ import os
 import signal
 import threading
 import time
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from sidecar.app import ServerInfo
 from sidecar.cli.console import CommandError, NotStarted, Options, load_config
+
+if TYPE_CHECKING:
+    from sidecar.app import ServerInfo
 
 _THREAD_POOLS: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _PR_SET_PDEATHSIG: Final = 1
@@ -45,7 +47,7 @@ def main(options: Options) -> int:
     allow_open_files()
     logs.configure(config.log.level, config.log.format)
 
-    def ready(info: ServerInfo) -> None:
+    def ready(info: "ServerInfo") -> None:
         # What exists now stays. Collections that look through all of it held the event loop up
         # for 70 ms.
         gc.collect()
@@ -72,7 +74,7 @@ def _signal_at_parents_end(number: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
-def _stop_with_last_run(parent_pid: int, info: ServerInfo) -> None:
+def _stop_with_last_run(parent_pid: int, info: "ServerInfo") -> None:
     """Drain when the parent has ended and no other `kvlake run` has joined."""
     from sidecar.cli.run import POLL_SECONDS, has_joined
 

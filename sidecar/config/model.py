@@ -35,17 +35,6 @@ from tiers.sizes import format_size
 
 FieldPath: TypeAlias = tuple[str | int, ...]
 
-_REMOVED: Final[Mapping[FieldPath, str]] = {
-    ("runtime", "endpoint"): "jobs use the Unix socket only, TCP is not supported",
-    ("runtime", "curve_secret_key_file"): (
-        "jobs use the Unix socket only, which needs no key (the key for KV events is "
-        "events.curve_secret_key_file)"
-    ),
-    ("limits", "frames_queued_max"): (
-        "jobs use the Unix socket only, where messages wait in the client"
-    ),
-}
-"""Settings of earlier versions, and why they were removed."""
 _VARIABLE: Final = re.compile(
     r"\$\$|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}|(?P<bad>\$\{)"
 )
@@ -304,8 +293,6 @@ def explain(error: ErrorDetails, source: Source, names: Mapping[FieldPath, Seque
     path: FieldPath = tuple(error["loc"])
     place = f"{source.where(path)}: {dotted(path)}"
     if error["type"] == "extra_forbidden":
-        if path in _REMOVED:
-            return f"{place}: {_REMOVED[path]}; remove it"
         parent = path[:-1]
         valid = _valid(names, parent)
         near = difflib.get_close_matches(str(path[-1]), valid, n=1, cutoff=0.5)

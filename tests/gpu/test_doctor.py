@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sidecar.cli.doctor.node import numa_finding
+from sidecar.cli.doctor import numa_finding
 from sidecar.config.model import loads
 from tests import places
 from tests.gpu.double.control import Double

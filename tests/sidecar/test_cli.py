@@ -105,9 +105,10 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str], command: str
     assert "usage: kvlake" in capsys.readouterr().out
 
 
-def test_help_imports_no_heavy_package() -> None:
+def test_help_and_serve_import_no_heavy_package() -> None:
+    """`serve` sets the environment that numpy and pyarrow read when they are imported."""
     script = (
-        "import sys; from sidecar.cli import main\n"
+        "import sys, sidecar.cli.serve; from sidecar.cli import main\n"
         "try: main(['--help'])\n"
         "except SystemExit: pass\n"
         "heavy = {'numpy', 'pyarrow', 'pydantic', 'aiohttp', 'anyio', 'vllm', 'torch', 'fsspec'}\n"

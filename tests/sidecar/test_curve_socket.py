@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import struct
 from collections.abc import Iterator
@@ -144,20 +145,13 @@ def test_a_taken_port_is_told(sidecar: RunningSidecar, short_directory: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "field"),
     [
-        (
-            "runtime: {endpoint: ipc}",
-            r"runtime\.endpoint: jobs use the Unix socket only, .*; remove it",
-        ),
-        ("runtime: {endpoint: 'tcp://127.0.0.1:1'}", "TCP is not supported; remove it"),
-        (
-            "runtime: {curve_secret_key_file: /k}",
-            r"runtime\.curve_secret_key_file: .*events\.curve_secret_key_file\); remove it",
-        ),
-        ("limits: {frames_queued_max: 16}", r"limits\.frames_queued_max: .*; remove it"),
+        ("runtime: {endpoint: ipc}", "runtime.endpoint"),
+        ("runtime: {curve_secret_key_file: /k}", "runtime.curve_secret_key_file"),
+        ("limits: {frames_queued_max: 16}", "limits.frames_queued_max"),
     ],
 )
-def test_the_settings_of_jobs_over_tcp_are_refused_with_what_to_do(given: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_settings_of_jobs_over_tcp_are_unknown(given: str, field: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"{field}: unknown setting")):
         loads(given)

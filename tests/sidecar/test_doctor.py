@@ -24,7 +24,7 @@ import yaml
 import zmq
 
 from sidecar.cli import doctor
-from sidecar.cli.doctor.node import Check, startup_findings
+from sidecar.cli.doctor import Check, startup_findings
 from sidecar.config.model import Config, load, loads
 from sidecar.exits import Exit
 from sidecar.service.start_checks import allow_open_files, cgroup_room, machine_room, shortages
