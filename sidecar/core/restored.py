@@ -25,23 +25,18 @@ class SlotAllocator(Protocol):
 
     def set_tag(self, offset: int, tag: bytes) -> None:
         """Set the tag of a slot that was just allocated; it returns with the slot."""
-        ...
 
     def seal(self, offset: int) -> None:
         """Mark a slot as complete: it returns after a restart."""
-        ...
 
     def unseal(self, offset: int) -> None:
         """Mark a slot as not to return, though it is not free yet."""
-        ...
 
     def touch(self, offset: int) -> None:
         """Note the use of a sealed slot."""
-        ...
 
     def free(self, offset: int) -> None:
         """Free a slot."""
-        ...
 
     def class_of(self, offset: int) -> int:
         """The class of an allocated slot."""

@@ -23,15 +23,12 @@ class Policy(Protocol):
 
     def add(self, key: Hashable, parent: Hashable | None) -> None:
         """Add a key. `parent` precedes it in its chain, and need not be cached."""
-        ...
 
     def touch(self, key: Hashable) -> None:
         """Note that a key was used."""
-        ...
 
     def remove(self, key: Hashable) -> None:
         """Forget a key that left the cache."""
-        ...
 
     def victims(self) -> Iterator[Hashable]:
         """The keys in the order in which to evict them; the first costs no search.
