@@ -19,6 +19,7 @@ WORK = (
         "job_id >= int(self._words[_REVOKED_BELOW])",
         "True",
         ("sidecar stopped in the middle of a copy", "sidecar stopped"),
+        seed=3,
     ),
     Mutation(
         "a copy does not hold the worker's lock",
@@ -34,7 +35,6 @@ WORK = (
         "if fence.try_revoke(below)}",
         "if True}",
         ("sidecar stopped in the middle of a copy",),
-        seed=1,
     ),
     Mutation(
         "blocks of a store come back after its first rank",
@@ -62,7 +62,7 @@ WORK = (
         "self._ended(state, pinned=True)",
         "pass",
         ("abort", "store slow", "another cluster writes"),
-        seed=10,
+        seed=7,
     ),
     Mutation(
         "a load that failed is taken for good",
@@ -93,7 +93,7 @@ WORK = (
         "Job.outcome",
         "self.outcomes <= {Outcome.OK}",
         "self.outcomes <= {Outcome.OK, Outcome.EXPIRED}",
-        seed=7,
+        seed=13,
     ),
     Mutation(
         "a job is answered twice",
@@ -119,7 +119,7 @@ WORK = (
         "self.copies.drop(session)",
         "pass",
         ("session cut", "one client dies first"),
-        seed=5,
+        seed=1,
     ),
     Mutation(
         "a chunk is stored twice",
@@ -132,7 +132,7 @@ WORK = (
         "Jobs._gather",
         "if self.draining:",
         "if False:",
-        seed=7,
+        seed=15,
     ),
     # Leases.
     Mutation(
@@ -147,7 +147,7 @@ WORK = (
         "if len(early) >= world_size:",
         "if False:",
         ("session cut", "requests at once"),
-        seed=31,
+        seed=1,
     ),
     Mutation(
         "a lease outlives its session",
