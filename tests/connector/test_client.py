@@ -255,15 +255,16 @@ class TestLoss:
     ) -> None:
         client = make_client()
         counts: list[int] = []
-        for epoch in range(1, 13):
+        for epoch in range(1, 25):
             peer, _ = sidecar.admit(epoch=epoch)
             while client.session is None or client.session.epoch != epoch:
                 time.sleep(0.005)
             counts.append(len(os.listdir("/proc/self/fd")))
             peer.close()
             sidecar.peers.remove(peer)
-        # The thread and libzmq close those of the life before when they come to it.
-        assert min(counts[-5:]) <= min(counts[:5]) + 2
+        # The thread and libzmq close those of the life before when they come to it. One left by
+        # each life would make 19 or more.
+        assert min(counts[-5:]) <= max(counts[:5]) + 4
 
     def test_high_descriptors_are_no_limit(
         self, sidecar: Sidecar, make_client: Callable[..., Client]
