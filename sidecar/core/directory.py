@@ -28,13 +28,11 @@ from tiers.kv.reshard import cover
 
 Flags = npt.NDArray[np.bool_]
 
-
 HISTORY_LINES_MAX: Final = 4096
 """Transitions of all chunks that are remembered, to explain an illegal one."""
 FOREIGN_MAX: Final = 32
 """Segments of other parallel layouts in a realm: 1, 2, 4, 8 and 16 ranks have 31."""
 ANSWERS_MAX: Final = 4096
-
 ZERO_KEY: Final = bytes(32)
 
 
@@ -233,7 +231,7 @@ class Realm:
         self.slot_bytes = [0] * world_size
         """Size of each rank's slots, which is also their class in the pool."""
         self.chunks: dict[bytes, Chunk] = {}
-        self.stored = StoredChunks(world_size + FOREIGN_MAX)
+        self.stored = StoredChunks(world_size)
         """Segments in the store."""
         self.caught_up = False
         """Whether all of its catalog was read: the store lacks what `stored` does not name."""

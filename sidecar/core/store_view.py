@@ -96,7 +96,9 @@ class StoreView(CorePart):
             self._counters.stale_messages += 1
             return None
         realm.segment_sources.register_foreign(event.foreign)
-        rows = event.rows.within(realm.segment_sources.known_mask)
+        known_mask = realm.segment_sources.known_mask
+        realm.stored.widen(known_mask.bit_length())
+        rows = event.rows.within(known_mask)
         known = self._known(realm, rows)
         for row in rows.take(known):
             self._apply(realm, row)

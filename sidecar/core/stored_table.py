@@ -165,12 +165,11 @@ def packed(masks: list[int], width: int) -> Masks:
 
 def distinct(masks: Masks) -> tuple[list[int], npt.NDArray[np.intp]]:
     """The distinct masks, and for each row the index of its mask."""
+    if np.all(masks == masks[:1]):
+        return [int.from_bytes(masks[:1].tobytes(), "little")], np.zeros(len(masks), dtype=np.intp)
     # As strings, which compare fast. They lose zeros at the end, which stand for nothing.
     rows = np.ascontiguousarray(masks).view(f"S{masks.shape[1]}").ravel()
-    if np.all(rows == rows[:1]):
-        found, places = rows[:1], np.zeros(len(rows), dtype=np.intp)
-    else:
-        found, places = np.unique(rows, return_inverse=True)
+    found, places = np.unique(rows, return_inverse=True)
     return [int.from_bytes(row, "little") for row in found.tolist()], places
 
 
@@ -198,6 +197,11 @@ class _Shard:
         self.low: memoryview[int] = cast("Any", low.data)
         self.masks: memoryview = masks.reshape(-1).data
         self.times: memoryview[int] = cast("Any", times.data)
+
+    def widen(self, width: int) -> None:
+        high, low, masks, times = self.columns
+        self.width, more = width, width - self.width
+        self._put(high, low, np.pad(masks, ((0, 0), (0, more))), times)
 
     @property
     def size_bytes(self) -> int:
@@ -270,13 +274,13 @@ class _Shard:
 
         The time of an entry is the later one of both.
         """
+        if len(high) <= FEW:
+            return self._add_each(high, low, masks, times)
         # Many entries move all columns in any case.
-        many = len(high) > FEW and len(high) * self._share > len(self.high)
+        many = len(high) * self._share > len(self.high)
         if many:
             self._merge()
         held = len(self.high)
-        if len(high) <= FEW:
-            return self._add_each(high, low, masks, times)
         before: Masks = np.zeros(masks.shape, dtype=np.uint8)
         if not held:
             self._insert(high, low, masks, times)
@@ -292,8 +296,7 @@ class _Shard:
         if many:
             self._insert(high[new], low[new], masks[new], times[new])
         else:
-            rest = (high[new], low[new], masks[new], times[new])
-            before[new] = self._add_each(*rest, in_columns=False)
+            before[new] = self._add_each(high[new], low[new], masks[new], times[new])
         return before
 
     def _join(self, at: npt.NDArray[np.intp], masks: Masks, times: Longs) -> Masks:
@@ -306,21 +309,14 @@ class _Shard:
         self.dead -= int(np.count_nonzero(dead))
         return before
 
-    def _add_each(
-        self, high: Words, low: Words, masks: Masks, times: Longs, *, in_columns: bool = True
-    ) -> Masks:
-        """`add`, one by one. With `in_columns` False the columns are known to have none of them."""
+    def _add_each(self, high: Words, low: Words, masks: Masks, times: Longs) -> Masks:
+        """`add`, one by one."""
         added, before = masks.tobytes(), list[int]()
         for index, (tag, time) in enumerate(zip(_tags(high, low), times.tolist(), strict=True)):
             mask = int.from_bytes(added[index * self.width : (index + 1) * self.width], "little")
-            held, since = self.get(tag) if in_columns else self.memtable.get(tag, _NOTHING)
-            entry = (held | mask, max(time, since))
-            if in_columns:
-                self.set(tag, *entry)
-            else:
-                self.memtable[tag] = entry
+            held, since = self.get(tag)
+            self.set(tag, held | mask, max(time, since))
             before.append(held)
-        self._merge_if_due()
         return packed(before, self.width)
 
     def _insert(self, *added: Column) -> None:
@@ -345,10 +341,18 @@ class StoredChunks:
     """A table from key to (mask, time of the newest write), both positive."""
 
     def __init__(self, mask_bits: int) -> None:
-        self.width = (mask_bits + 7) // 8
-        """Bytes of a mask."""
         self._shards: list[_Shard | None] = [None] * SHARDS
         self._live = 0
+        self.width = (mask_bits + 7) // 8
+        """Bytes of a mask."""
+
+    def widen(self, mask_bits: int) -> None:
+        """Make room for masks of this many bits."""
+        width = (mask_bits + 7) // 8
+        if width > self.width:
+            self.width = width
+            for shard in filter(None, self._shards):
+                shard.widen(width)
 
     def __len__(self) -> int:
         return self._live
@@ -391,9 +395,8 @@ class StoredChunks:
 
         The table may change meanwhile: an entry that exists throughout is yielded once.
         """
-        for shard in self._shards:
-            if shard is not None:
-                yield from shard.entries()
+        for shard in filter(None, self._shards):
+            yield from shard.entries()
 
     def _open(self, number: int) -> _Shard:
         """A shard, created on first use."""

@@ -106,6 +106,22 @@ def test_as_many_ranks_as_a_world_has() -> None:
     assert (stored.mask(key(1)), stored.mask(key(2))) == (mask | 1, 257)
 
 
+def test_masks_become_wider_and_keep_what_they_hold() -> None:
+    stored, names = StoredChunks(1), names_of(20_000)
+    offer(stored, dict.fromkeys(names[::2], (1, 5)))
+    for name in names[1:400:2]:
+        stored.set(name, 1, 6)
+    for bits in (40, 33):
+        stored.widen(bits)
+        assert stored.width == 5
+    assert {stored.entry(name) for name in names[::2]} == {(1, 5)}
+    assert {stored.entry(name) for name in names[1:400:2]} == {(1, 6)}
+    assert offer(stored, dict.fromkeys(names[:100], (1 << 39, 7))) == [1] * 100
+    stored.set(names[-1], 1 << 39, 8)
+    assert (stored.mask(names[0]), stored.mask(names[-1])) == (1 << 39 | 1, 1 << 39)
+    assert len(stored) == 10_201
+
+
 def test_keys_made_to_collide_take_no_more_time_than_others() -> None:
     stored, count = StoredChunks(1), 20_000
     names = [bytes(8) + number.to_bytes(8, "big") + bytes(16) for number in range(count)]
