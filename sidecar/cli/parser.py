@@ -26,7 +26,7 @@ first steps:
 
 `kvlake COMMAND --help` explains each command. Exit codes: 0 done, 1 the answer is no, 2 change the
 command or the configuration, 3 the sidecar could not start, 4 it stopped with chunks unwritten,
-5 a second signal ended it, 70 a bug (docs/how-to/operations.md has the table). `run` ends with the
+5 a second signal ended it, 70 a bug (docs/reference/cli.md has the table). `run` ends with the
 engine's own code.
 """
 # argparse has no public name for the result of `add_subparsers`, nor for what takes options.
