@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import select
 import time
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -120,6 +121,30 @@ async def test_one_connection_serves_one_read_after_the_other() -> None:
     assert told.connections == 1
     assert told.requests[0].startswith(b"GET /bucket/some%20prefix/a%3Db HTTP/1.1\r\n")
     assert b"range: bytes=0-400000\r\n" in told.requests[0]
+
+
+async def test_a_read_looks_at_one_kept_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of reads would look at all of them in each, on the event loop."""
+    looks: list[int] = []
+    poll = select.poll
+
+    def counted() -> select.poll:
+        looks.append(1)
+        return poll()
+
+    kept = 8
+    # Pauses, so that none of the first reads finds another one's connection.
+    answer = Slowly([OK, IMAGE.tobytes()], 0.2)
+    async with telling(*[answer] * (kept + 1)) as (told, tier):
+        async with anyio.create_task_group() as tasks:
+            for _ in range(kept):
+                tasks.start_soon(tier.read, "name", slot())
+        assert told.connections == kept
+        monkeypatch.setattr(select, "poll", counted)
+        assert await tier.read("name", slot()) == IMAGE.nbytes
+    assert told.connections == kept
+    # Threads that wait for a socket look, too, at theirs.
+    assert len(looks) < kept
 
 
 def check_pieces(pieces: list[tuple[int, int, int]], size_bytes: int) -> None:

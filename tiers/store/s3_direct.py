@@ -284,7 +284,8 @@ class S3DirectReads:
         Raises `ImageTruncated`, `AnswerError`, `NotUnderstoodError` or an `OSError`.
         """
         request = partial(self._request, name, into.nbytes, await self._renewed())
-        self.tidy()
+        while self._idle and not self._idle[-1].usable(time.monotonic()):
+            self._idle.pop().close()
         if self._idle:
             with contextlib.suppress(_StaleError):
                 return await self._exchange(self._idle.pop(), request, into, seen)
@@ -336,9 +337,8 @@ class S3DirectReads:
 
     def tidy(self) -> None:
         """Close kept connections that the server has closed, or that were idle for long."""
-        now = time.monotonic()
         for connection in self._idle[:]:
-            if not connection.usable(now):
+            if not connection.usable(time.monotonic()):
                 self._idle.remove(connection)
                 connection.close()
 
