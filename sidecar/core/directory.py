@@ -252,7 +252,8 @@ class Realm:
 
     def in_store(self, key: bytes) -> bool:
         """Whether the segments of all ranks can be read from the store."""
-        return self.readable and self.segment_sources.covers(self.stored.mask(key))
+        mask, _ = self.stored.entry(key)
+        return mask > 0 and self.readable and self.segment_sources.covers(mask)
 
     def obtainable(self, key: bytes) -> int:
         """Ranks whose segment can be read or made from the store, as bits."""

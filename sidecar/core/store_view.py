@@ -111,14 +111,11 @@ class StoreView(CorePart):
 
     def _known(self, realm: Realm, rows: ListedRows) -> npt.NDArray[np.bool_]:
         """Rows of chunks that are withdrawn, or have a `Chunk`; shape [n]."""
-        chunks, known, realm_id = realm.chunks, self.withdrawn, realm.realm_id
-        withdrawn = set(key_list(rows.keys[rows.withdrawn]))
-        if not (chunks or known or withdrawn):
+        chunks, withdrawn = realm.chunks, set(key_list(rows.keys[rows.withdrawn]))
+        withdrawn.update(key for realm_id, key in self.withdrawn if realm_id == realm.realm_id)
+        if not (chunks or withdrawn):
             return np.zeros(len(rows), dtype=np.bool_)
-        found = [
-            key in chunks or (realm_id, key) in known or key in withdrawn
-            for key in key_list(rows.keys)
-        ]
+        found = [key in chunks or key in withdrawn for key in key_list(rows.keys)]
         return np.array(found, dtype=np.bool_)
 
     def _apply(self, realm: Realm, row: ListedRow) -> None:
