@@ -1,7 +1,8 @@
-"""The runner of the benchmarks as a process: what it leaves behind when it is ended early."""
+"""Benchmarks follow the product, and their runner leaves nothing behind when it is ended early."""
 
 from __future__ import annotations
 
+import ast
 import re
 import signal
 import subprocess
@@ -9,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Final
+
+import pytest
 
 from tests import places
 
@@ -49,3 +52,33 @@ def test_a_benchmark_that_is_ended_early_removes_its_folders() -> None:
     assert folder is not None, errors
     assert not folder.exists()
     assert runner.returncode == 128 + signal.SIGTERM, errors
+
+
+def names_in(module: str) -> set[str]:
+    """What can be imported from a module or package of this repository."""
+    place = places.ROOT / module.replace(".", "/")
+    if place.is_dir():
+        found = {one.stem for one in place.iterdir()}
+        source = place / "__init__.py"
+    else:
+        found, source = set[str](), place.with_suffix(".py")
+    for node in ast.walk(ast.parse(source.read_text() if source.exists() else "")):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            found |= {one.asname or one.name for one in node.names}
+    return found
+
+
+@pytest.mark.parametrize(
+    "path", sorted((places.ROOT / "benchmarks").rglob("*.py")), ids=lambda path: path.stem
+)
+def test_a_benchmark_imports_what_there_is(path: Path) -> None:
+    """Type checks leave benchmarks out, and most of them run only by hand."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom) or not node.module:
+            continue
+        if (places.ROOT / node.module.partition(".")[0]).is_dir():
+            assert {one.name for one in node.names} <= names_in(node.module), node.module

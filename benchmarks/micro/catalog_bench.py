@@ -24,8 +24,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
-from sidecar.cli.du import usage_of
-from sidecar.cli.ls import chunk_documents, chunk_line, list_chunks
 
 from benchmarks.micro.catalog_world import (
     DAYS,
@@ -37,6 +35,7 @@ from benchmarks.micro.catalog_world import (
     World,
     rss_bytes,
 )
+from sidecar.cli.contents import chunk_documents, chunk_line, list_chunks, usage_of
 from sidecar.cli.store import TenantNames
 from sidecar.config.model import Config
 from tiers.catalog.compaction import compact
