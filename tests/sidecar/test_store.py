@@ -8,13 +8,14 @@ from sidecar.core.commands import (
     Gather,
     IndexOffer,
     IndexSet,
+    Listed,
     Scatter,
     StoreOutcome,
     Withdraw,
     Write,
 )
 from sidecar.core.outbox import WritePolicy
-from sidecar.core.stored_table import key_list
+from sidecar.core.stored_table import ListedRow, key_list
 from sidecar.protocol import (
     Events,
     Outcome,
@@ -22,6 +23,7 @@ from sidecar.protocol import (
     Role,
     StoredEvent,
 )
+from tests.sidecar.catalog_rows import listed_rows
 from tests.sidecar.engine_answers import done, messages, only
 from tests.sidecar.engine_names import ALL_RANKS, BLOCK_TOKENS, EPOCH, RANK_0, ROOT, key, layout
 from tests.sidecar.worlds import looking, make_world
@@ -190,6 +192,26 @@ def test_listing_of_some_ranks_is_not_loadable() -> None:
     assert (0, key(1)) in world.index
     world.listed({1: RANK_0}, realm_id=9)
     assert world.engine.counters.stale_messages == 1
+
+
+def test_a_chunk_whose_key_begins_like_that_of_a_withdrawn_one() -> None:
+    world = make_world()
+    world.open(Role.WORKER)
+    world.listed({1: RANK_0})
+    other = key(1)[:8] + b"2" * 24
+    rows = [
+        ListedRow(key(1), 1, 5, withdrawn=True),
+        ListedRow(other, 1, 1, withdrawn=False),
+        ListedRow(key(2), 1, 1, withdrawn=False),
+    ]
+    world.send(Listed(0, listed_rows(rows)))
+    realm = world.engine.directory.realms[0]
+    assert [realm.in_store(one) for one in (key(1), other, key(2))] == [False, True, True]
+    assert world.index[0, other] == (False, True)
+    # Also when the withdrawal is remembered from before.
+    third = key(1)[:8] + b"3" * 24
+    world.send(Listed(0, listed_rows([ListedRow(third, 1, 1, withdrawn=False)])))
+    assert world.index[0, third] == (False, True)
 
 
 def test_a_listing_tells_the_index_and_whoever_follows_of_what_can_be_read_now() -> None:
