@@ -49,7 +49,7 @@ from sidecar.protocol.codec import (
     frame_stream,
     stream_length,
 )
-from tiers.kv.index import IndexReader, tags_of
+from tiers.kv.index import ANYWHERE, IndexReader, tags_of
 
 logger = logging.getLogger("vllm.kvlake")
 
@@ -86,7 +86,7 @@ class SidecarSession:
     def holds(self, keys: Sequence[bytes]) -> npt.NDArray[np.uint8]:
         """Which tiers hold each chunk, as `tiers.kv.index` has it; of a scheduler's session."""
         assert self.index is not None, "a scheduler's session has one"
-        return self.index.lookup(tags_of(keys, self.index_salt))
+        return self.index.lookup(tags_of(keys, self.index_salt)) & np.uint8(ANYWHERE)
 
 
 class Attempt(NamedTuple):

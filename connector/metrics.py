@@ -8,7 +8,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from connector.scheduler.outcomes import PREFIX
 from connector.scheduler.stats import Stats
+from sidecar.protocol.prompts import PromptOutcome
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -53,6 +55,17 @@ class KVLakePromMetrics(KVConnectorPromMetrics):
             counter = self._counter_cls(name=name, documentation=text, labelnames=labelnames)
             self._counters[field.name] = {
                 engine: counter.labels(*values) for engine, values in per_engine_labelvalues.items()
+            }
+        tokens = self._counter_cls(
+            name="vllm:kvlake_prompt_tokens",
+            documentation="kvlake: prompt tokens by where their KV came from, and the computed ones"
+            " by reason. All together are vllm:prompt_tokens_total.",
+            labelnames=[*labelnames, "outcome", "reason"],
+        )
+        for outcome in PromptOutcome:
+            self._counters[PREFIX + outcome] = {
+                engine: tokens.labels(*values, *outcome.labels)
+                for engine, values in per_engine_labelvalues.items()
             }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

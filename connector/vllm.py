@@ -34,6 +34,7 @@ from connector.identity.profile import EngineProfile
 from connector.metrics import KVLakePromMetrics, KVLakeStats
 from connector.options import CONNECTOR_OPTIONS, log_unknown_options
 from connector.plan import StepPlan, StepReport
+from connector.scheduler.outcomes import PromptTokens
 from connector.scheduler.requests import Settings
 from connector.scheduler.role import SchedulerRole
 from connector.vllm_workarounds import (
@@ -95,6 +96,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         self._report = StepReport()
         self._notice: UncachedNotice | None = None
         self._uncached_requests = 0
+        self._prompts = PromptTokens()
         self._publishes_hits = False
         self._adapters = LoadedAdapters()
         self._weights = WeightChanges()
@@ -273,6 +275,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             adapters=json.dumps(adapters, sort_keys=True) if adapters else "",
         )
         self._scheduler = SchedulerRole(client, engine.groups, settings, gpu_block_pool)
+        self._prompts = self._scheduler.prompts
         watch_engine_weights(self._scheduler)
 
     def on_new_request(self, request: Any) -> None:
@@ -294,7 +297,9 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Plan the load into the blocks that were allocated for it."""
-        if self._scheduler is not None:
+        if self._scheduler is None:
+            self._prompts.uncached(request)
+        else:
             self._scheduler.allocated(request, blocks.get_block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
@@ -343,6 +348,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Store the tail. Never delays the request's blocks: references of ours hold them."""
         if self._scheduler is None:
+            self._prompts.finished(request)
             return False, None
         failed = request.status is RequestStatus.FINISHED_ERROR
         return False, self._scheduler.request_finished(request, block_ids, failed=failed)
@@ -381,10 +387,14 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> "KVConnectorStats | None":
         """Counts of the scheduler role since the last call."""
+        tokens = self._prompts.take()
         if self._scheduler is not None:
-            return KVLakeStats(data=asdict(self._scheduler.take_stats()))
-        count, self._uncached_requests = self._uncached_requests, 0
-        return KVLakeStats(data={"requests_uncached": count}) if count else None
+            data = asdict(self._scheduler.take_stats())
+        else:
+            data = {"requests_uncached": self._uncached_requests}
+            self._uncached_requests = 0
+        stats = KVLakeStats(data=data | tokens)
+        return None if self._scheduler is None and stats.is_empty() else stats
 
     @classmethod
     def build_kv_connector_stats(

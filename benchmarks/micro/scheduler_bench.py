@@ -153,6 +153,7 @@ class Bench:
             raise RuntimeError(f"{missed} tokens of a random prompt were found")
         blocks = self.pool.get_new_blocks(request.num_tokens // BLOCK_TOKENS)
         ids = [block.block_id for block in blocks]
+        self.time("allocated_miss", lambda: self.role.allocated(request, lambda: [ids], 0))
         scheduled = {request.request_id: request.num_tokens}
         plan = self.time(
             "build_plan_store", lambda: self.role.build_plan(scheduled, lambda _: [ids])

@@ -4,6 +4,7 @@ What a hit needs of each group is in `identity/groups.py`. Sends nothing. Every 
 microseconds and reads the shared index as it is at that moment.
 """
 
+import itertools
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -12,10 +13,23 @@ import numpy.typing as npt
 
 from connector.client import SidecarSession
 from connector.identity.groups import Geometry, aligned, longest_hit
+from connector.scheduler.outcomes import Computed, Missed
 from connector.scheduler.requests import GroupState, RequestState
-from tiers.kv.index import FLAG_HOST, FLAG_STORE, tags_of
+from sidecar.protocol.prompts import PromptOutcome
+from tiers.kv.index import (
+    ANYWHERE,
+    FLAG_HOST,
+    GONE_EVICTED,
+    GONE_EXPIRED,
+    GONE_QUOTA,
+    tags_of,
+)
 
-ANYWHERE: Final = FLAG_HOST | FLAG_STORE
+GONE: Final = {
+    GONE_EVICTED: PromptOutcome.EVICTED,
+    GONE_EXPIRED: PromptOutcome.EXPIRED,
+    GONE_QUOTA: PromptOutcome.QUOTA,
+}
 
 
 class Hit(NamedTuple):
@@ -49,8 +63,9 @@ class HitFinder:
             for group in state.groups
         ]
         host = [flags & np.uint8(FLAG_HOST) for flags in found]
+        anywhere = [flags & np.uint8(ANYWHERE) for flags in found]
         end_tokens = self._reach(state, session, local_tokens, host, FLAG_HOST)
-        wanted_tokens = self._reach(state, session, local_tokens, found, ANYWHERE)
+        wanted_tokens = self._reach(state, session, local_tokens, anywhere, ANYWHERE)
         if wanted_tokens <= end_tokens:
             return Hit(end_tokens, end_tokens)
         wanted, first_tokens = self._wanted(state, session, local_tokens, wanted_tokens)
@@ -86,6 +101,56 @@ class HitFinder:
                 return 0
         return min(reached, ends)
 
+    def computed(
+        self,
+        state: RequestState,
+        session: SidecarSession | None,
+        begin_tokens: int,
+        storing: Collection[bytes],
+    ) -> tuple[list[Computed], Missed]:
+        """Why a request computes its prompt from `begin_tokens` on, without the tail.
+
+        Also the first full chunk that it lacks, if that was looked up. What is there behind a gap
+        cannot be loaded, so it is computed for the reason of the gap.
+        """
+        longest = self.longest(state)
+        if begin_tokens >= aligned(self._geometries, state.request.num_tokens - 1):
+            # VLLM always computes the last token, so its own hits cannot end later.
+            return [], Missed()
+        declined = PromptOutcome.REFUSED if session is None else state.declined
+        if declined is not None or session is None:
+            return [Computed(longest, declined or PromptOutcome.REFUSED)], Missed()
+        group = state.groups[self.main_group]
+        per_chunk, keys = group.geometry.chunk_tokens, group.chain.keys
+        first = begin_tokens // per_chunk
+        flags = _found(session, _tags(group, session)[first:])
+        expected = state.request_params.expects_tokens
+        computed = [Computed(state.found_tokens, PromptOutcome.TOO_SHORT)]
+        gap: PromptOutcome | None = None
+        missed = Missed()
+        edges = np.flatnonzero(flags[1:] != flags[:-1]) + 1
+        for start, end in itertools.pairwise((0, *edges.tolist(), len(flags))):
+            flag, end_tokens = int(flags[start]) if end else 0, (first + end) * per_chunk
+            if flag & FLAG_HOST:
+                reason = gap or self._other_gap(state, session, begin_tokens)
+            elif flag & ANYWHERE:
+                reason = state.store_reason
+            else:
+                reason = GONE.get(flag, PromptOutcome.NEW)
+            if reason is PromptOutcome.NEW:
+                done = sum(key in storing for key in keys[first + start : first + end])
+                computed.append(
+                    Computed((first + start + done) * per_chunk, PromptOutcome.BEING_WRITTEN)
+                )
+                computed.append(Computed(min(end_tokens, expected), PromptOutcome.LATE))
+            computed.append(Computed(end_tokens, reason))
+            if not flag & FLAG_HOST and gap is None and end:
+                gap = reason
+                missed = Missed(keys[first + start], (first + start) * per_chunk)
+        if gap in (None, PromptOutcome.NEW):
+            computed.append(Computed(min(longest, expected), PromptOutcome.LATE))
+        return [*computed, Computed(longest, gap or PromptOutcome.NEW)], missed
+
     def longest(self, state: RequestState) -> int:
         """Where the longest possible hit of a request ends, if everything were there."""
         ends: list[int] = []
@@ -120,6 +185,19 @@ class HitFinder:
             if key is not None and longest >= blocks:
                 return key
         return group.chain.partial(chunk, blocks)
+
+    def _other_gap(
+        self, state: RequestState, session: SidecarSession, begin_tokens: int
+    ) -> PromptOutcome:
+        """Why a run that the main group has cannot be loaded: what another group lacks."""
+        for group in state.groups:
+            flags = _found(
+                session, _tags(group, session)[begin_tokens // group.geometry.chunk_tokens :]
+            )
+            lacking = flags[(flags & ANYWHERE) == 0]
+            if len(lacking):
+                return GONE.get(int(lacking[0]), PromptOutcome.NEW)
+        return PromptOutcome.TOO_SHORT
 
     def _reach(
         self,

@@ -1,54 +1,33 @@
 """Requests that wait before they are scheduled: for the object store, or for another engine.
 
 Owns the lookups that the sidecar was sent until their release, the requests that expect chunks of
-another engine, and the measured speed of this engine, which the sidecar weighs reads against. Does
-not own what a hit is (`lookup.py`), nor which requests may read (`role.py`).
+another engine, and the speed of this engine (`prefill.py`), which the sidecar weighs reads against.
+Does not own what a hit is (`lookup.py`), nor which requests may read (`role.py`).
 
 Invariants: no request waits beyond its deadline, or for an answer of a lost session. A request that
 ended leaves nothing here and no pins in the sidecar.
 """
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
 from connector.client import Client, SidecarSession
 from connector.scheduler.lookup import HitFinder, keys_and_groups
+from connector.scheduler.prefill import PrefillTimes
 from connector.scheduler.requests import RequestState, SentLookup, Settings
 from connector.scheduler.stats import Stats
-from sidecar.protocol import Lookup, LookupDone, Release
+from sidecar.protocol import Lookup, LookupDone, Outcome, Release
+from sidecar.protocol.prompts import PromptOutcome
 
 SESSIONS_ASKED_MAX: Final = 4
 """Sessions that one request asks in turn, so that a restarting sidecar cannot delay it for ever."""
-STEPS_MAX: Final = 16
-PREFILL_TOKENS_MIN: Final = 128
-"""Steps with fewer tokens mostly decode, which says nothing about the speed of prompts."""
-
-
-class PrefillRate:
-    """How many prompt tokens the engine computes per second.
-
-    A step lasts until the next one is planned, so one before a pause looks slow. Therefore the
-    fastest of the last steps counts. For long prompts this is optimistic.
-    """
-
-    def __init__(self) -> None:
-        self._rates: deque[float] = deque(maxlen=STEPS_MAX)
-        self._planned = 0.0
-        self._num_tokens = 0
-
-    def step(self, now: float, num_tokens: int) -> None:
-        """Note that a step with `num_tokens` is planned, so that the one before it has ended."""
-        seconds = now - self._planned
-        if self._num_tokens >= PREFILL_TOKENS_MIN and seconds > 0:
-            self._rates.append(self._num_tokens / seconds)
-        self._planned, self._num_tokens = now, num_tokens
-
-    @property
-    def tokens_per_second(self) -> float:
-        """0 before the first measurement."""
-        return max(self._rates, default=0.0)
+REASONS: Final = {
+    Outcome.EXPIRED: PromptOutcome.LATE,
+    Outcome.RECOMPUTED: PromptOutcome.PLANNER,
+    Outcome.FULL: PromptOutcome.REFUSED,
+}
+"""Why the rest of a lookup is computed, by its outcome."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +40,7 @@ class PendingLookups:
     new_id: Callable[[], int]
     settings: Settings
     clock: Callable[[], float]
-    rate: PrefillRate = field(default_factory=PrefillRate, init=False)
+    times: PrefillTimes = field(default_factory=PrefillTimes, init=False)
     lookups: dict[int, RequestState] = field(default_factory=dict[int, "RequestState"], init=False)
     expecting_ids: set[str] = field(default_factory=set[str], init=False)
 
@@ -106,6 +85,7 @@ class PendingLookups:
             return
         asked = state.asked
         if session.token not in asked and len(asked) >= SESSIONS_ASKED_MAX:
+            state.store_reason = PromptOutcome.REFUSED
             return
         if asked.get(session.token) == local_tokens:
             return
@@ -113,24 +93,29 @@ class PendingLookups:
         hit = self.finder.hit(state, session, local_tokens)
         # A read must pay by what it adds to what can be loaded at once.
         if not hit.wanted or hit.wanted_tokens - hit.end_tokens < self.settings.load_tokens_min:
+            state.store_reason = PromptOutcome.TOO_SHORT
             return
         lookup_id = self.new_id()
         wait_ms = session.limits.lookup_wait_ms_max
         keys, groups = keys_and_groups(hit.wanted)
-        rate = self.rate.tokens_per_second
-        lookup = Lookup(
-            session.epoch, lookup_id, keys, wait_ms, state.tenant, hit.read_tokens, rate, groups
-        )
+        # What the read saves ends where the hit would.
+        tokens = hit.read_tokens
+        seconds = self.times.seconds(hit.wanted_tokens - tokens, tokens)
+        rate = tokens / seconds if seconds else 0.0
+        lookup = Lookup(session.epoch, lookup_id, keys, wait_ms, state.tenant, tokens, rate, groups)
+        state.store_reason = PromptOutcome.REFUSED
         if self.client.send(session, lookup):
             self.stats.lookups_sent += 1
             state.from_store_keys.update(keys)
-            state.lookup = SentLookup(lookup_id, self.clock() + wait_ms / 1000, session)
+            now = self.clock()
+            state.lookup = SentLookup(lookup_id, now, now + wait_ms / 1000, session)
             self.lookups[lookup_id] = state
 
     def answered(self, message: LookupDone) -> None:
         """Take the sidecar's answer to a lookup."""
         state = self.lookups.get(message.lookup_id)
         if state is not None:
+            state.store_reason = REASONS.get(message.outcome, PromptOutcome.STORE_AWAY)
             self._ended(state, pinned=message.ready > 0)
 
     def reading(self, state: RequestState) -> bool:
@@ -139,6 +124,7 @@ class PendingLookups:
             return False
         if self.clock() >= state.lookup.deadline:
             self.stats.lookups_expired += 1
+            state.store_reason = PromptOutcome.LATE
             self._ended(state, pinned=True)
             return False
         return True
@@ -162,6 +148,7 @@ class PendingLookups:
     def _ended(self, state: RequestState, *, pinned: bool) -> None:
         """Stop waiting. What the sidecar pins for the lookup stays until the load is known."""
         if state.lookup is not None:
+            state.read_seconds += self.clock() - state.lookup.sent
             if pinned:
                 state.lookups_over.append(state.lookup)
             self.lookups.pop(state.lookup.lookup_id, None)

@@ -22,6 +22,7 @@ from connector.identity.speculative import NO_DRAFTS, Speculation
 from connector.plan import Load
 from connector.request_params import RequestParams, RequestParamsReader
 from sidecar.protocol import tenant_id
+from sidecar.protocol.prompts import PromptOutcome
 
 logger = logging.getLogger("vllm.kvlake")
 
@@ -54,6 +55,7 @@ class SentLookup:
     """A lookup that was sent to the sidecar, which pins what it finds until the release."""
 
     lookup_id: int
+    sent: float
     deadline: float
     session: SidecarSession
 
@@ -118,6 +120,18 @@ class RequestState:
     """It is a hit, a miss or neither in the statistics."""
     hit_sources: tuple[int, int] = (0, 0)
     """Tokens of the last load from host memory, and from the object store through it."""
+    declined: PromptOutcome | None = None
+    """Why nothing was looked up for it when it was scheduled last."""
+    found_tokens: int = 0
+    """Where a hit ended that was too short to be loaded."""
+    store_reason: PromptOutcome = PromptOutcome.NOT_ASKED
+    """Why it does not load what only the object store has."""
+    lookup_seconds: float = 0.0
+    """Spent on lookups in the shared index."""
+    read_seconds: float = 0.0
+    """For which it waited for the object store."""
+    load_began: float = 0.0
+    load_seconds: float = 0.0
 
     @property
     def chain(self) -> KeyChain:
@@ -152,6 +166,11 @@ class RequestState:
     def attending(self) -> list[GroupState]:
         """Groups whose blocks hold something of each token, so they are stored by position."""
         return [group for group in self.groups if not group.geometry.attention.recurrent]
+
+    @property
+    def seconds(self) -> tuple[float, float, float]:
+        """Seconds spent on lookups, on waits for the object store, and on loads."""
+        return self.lookup_seconds, self.read_seconds, self.load_seconds
 
     def extend(self) -> None:
         """Hash the tokens that were appended since."""

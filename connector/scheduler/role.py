@@ -21,18 +21,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from connector.client import Client
+from connector.client import Client, SidecarSession
 from connector.events import TierEvent, TierEvents
 from connector.identity.groups import CachedGroup, State, aligned
 from connector.plan import Load, StepPlan, StepReport
 from connector.request_params import EXPECT, PARAMS
 from connector.scheduler.lookup import HitFinder, pieces_of
+from connector.scheduler.outcomes import PromptTokens
 from connector.scheduler.pending import PendingLookups
+from connector.scheduler.prefill import DECODE_TOKENS_MAX
 from connector.scheduler.requests import PrefixCache, Requests, RequestState, Settings
 from connector.scheduler.stats import Stats
 from connector.scheduler.stores import StorePlanner, Stores
 from connector.vllm_workarounds import UncomputedBlocks
 from sidecar.protocol import Lease, LoadChunk, LoadJob, LookupDone, Release
+from sidecar.protocol.prompts import PromptOutcome, Prompts
 
 logger = logging.getLogger("vllm.kvlake")
 
@@ -62,6 +65,7 @@ class SchedulerRole:
         self.pending = PendingLookups(
             client, self._finder, self.stats, self.new_id, settings, clock
         )
+        self.prompts = PromptTokens(self.pending.times)
         self.stores = Stores(block_pool, settings.world_size, self.stats, self.new_id, clock)
         self.planner = StorePlanner(
             client, self.requests, self.stores, self.prefix_cache, self.stats, settings
@@ -101,17 +105,21 @@ class SchedulerRole:
         """Tokens beyond `local_tokens` that can be loaded; None while the store is being read."""
         if self.retired:
             return 0
+        began = self.clock()
         state = self.requests.track(request)
         if state is None:
             return 0
+        matched = self._matched_tokens(state, local_tokens)
+        state.lookup_seconds += self.clock() - began
+        return matched
+
+    def _matched_tokens(self, state: RequestState, local_tokens: int) -> int | None:
+        request = state.request
         state.local_tokens = state.known_tokens = local_tokens
-        if state.void or request.skip_reading_prefix_cache or self._begins_stale(state):
-            return 0
+        state.found_tokens = 0
         session = self.client.session
-        if not self._reads(state) or state.load_failed or session is None:
-            return 0
-        if len(self.loading) >= session.limits.jobs_inflight_max:
-            # The sidecar would refuse the message with all jobs of its step.
+        state.declined = self._declined(state, session)
+        if session is None or state.declined is not None:
             return 0
         if self.pending.expecting(state, session, local_tokens):
             return None
@@ -121,12 +129,32 @@ class SchedulerRole:
             if self.pending.reading(state):
                 return None
         matched = self._finder.hit(state, session, local_tokens).end_tokens - local_tokens
-        if matched < self._settings.load_tokens_min or not self._fits(local_tokens + matched):
+        if matched < self._settings.load_tokens_min:
+            state.found_tokens = local_tokens + matched
+            return 0
+        if not self._fits(local_tokens + matched):
+            state.declined = PromptOutcome.REFUSED
             return 0
         if not self.requests.adapters.unchanged(request.lora_request, state.adapter):
             self.requests.void(state)
+            state.declined = PromptOutcome.REFUSED
             return 0
         return matched
+
+    def _declined(
+        self, state: RequestState, session: SidecarSession | None
+    ) -> PromptOutcome | None:
+        """Why nothing may be loaded for a request, whatever the cache has."""
+        reads = self._settings.reads and state.request_params.reads
+        if not reads or state.request.skip_reading_prefix_cache:
+            return PromptOutcome.NOT_ASKED
+        if state.load_failed:
+            return PromptOutcome.FAILED
+        if state.void or self._begins_stale(state) or session is None or not self._reads(state):
+            return PromptOutcome.REFUSED
+        # The sidecar would refuse the message with all jobs of its step.
+        full = len(self.loading) >= session.limits.jobs_inflight_max
+        return PromptOutcome.REFUSED if full else None
 
     def _fits(self, end_tokens: int) -> bool:
         """Whether vLLM could start to load a hit that ends here if nothing else were running.
@@ -178,6 +206,7 @@ class SchedulerRole:
         self.uncomputed_blocks.allocated(request)
         state = self.requests.get(request.request_id)
         if state is None:
+            self.prompts.uncached(request)
             return
         state.scheduled_tokens = 0
         state.void |= self._begins_stale(state)
@@ -185,6 +214,7 @@ class SchedulerRole:
             state.begins_tokens = state.local_tokens
             self.stats.requests_missed += not state.counted and self._misses(state)
             state.counted = True
+            self._sort(state, state.local_tokens)
             # For example, vLLM's own hit has grown beyond what was read.
             self.pending.release(state)
             return
@@ -203,6 +233,8 @@ class SchedulerRole:
                     stored_tokens += len(ids) * geometry.block_tokens
         load = state.load = Load(request.request_id, LoadJob(self.new_id(), chunks))
         state.hit_sources = (external_tokens - stored_tokens, stored_tokens)
+        state.load_began = self.clock()
+        self._sort(state, end_tokens, loading=True)
         self.loading.add(request.request_id)
         self.plan.loads.append(load)
         if session is not None:
@@ -211,6 +243,13 @@ class SchedulerRole:
             self.client.send(session, Lease(session.epoch, load.job.job_id, keys, state.tenant))
         # After the lease, so that chunks of both are pinned all the time.
         self.pending.release(state)
+
+    def _sort(self, state: RequestState, begin_tokens: int, *, loading: bool = False) -> None:
+        """Note why a request computes its prompt from `begin_tokens` on."""
+        if state.request.prefill_stats is not None:
+            session, storing = self.client.session, self.stores.keys
+            computed = self._finder.computed(state, session, begin_tokens, storing)
+            self.prompts.scheduled(state.request, *computed, state, loading=loading)
 
     def hit_sources(self, request: Any) -> tuple[int, int]:
         """Tokens of the planned load by tier: from host memory, from the object store."""
@@ -231,9 +270,11 @@ class SchedulerRole:
             if state is None or state.load is None:
                 continue
             load, state.load = state.load, None
+            state.load_seconds += self.clock() - state.load_began
             host, store = state.hit_sources
             if request_id in failed:
                 self.stats.loads_failed += 1
+                self.prompts.load_failed(request_id)
                 if (session := self.client.session) is not None:
                     # The sidecar still waits for its lease if no rank sent it.
                     self.client.send(session, Release(session.epoch, [load.job.job_id], []))
@@ -259,7 +300,10 @@ class SchedulerRole:
         """
         self.uncomputed_blocks.step(scheduled, preempted)
         self._poll()
-        self.pending.rate.step(self.clock(), sum(scheduled.values()))
+        prefills = [name for name, count in scheduled.items() if count > DECODE_TOKENS_MAX]
+        known = [(self.requests.get(name), scheduled[name]) for name in prefills]
+        work = [(one.request.num_computed_tokens if one else 0, count) for one, count in known]
+        self.pending.times.planned(self.clock(), work)
         self.prefix_cache.step()
         self.planner.step(scheduled, block_ids_of, states)
         plan, self.plan = self.plan, StepPlan()
@@ -280,6 +324,7 @@ class SchedulerRole:
         Returns parameters for the answer of a request that hands its prompt over.
         """
         self.uncomputed_blocks.ended(request.request_id)
+        self.prompts.finished(request)
         state = self.requests.end(request.request_id)
         if state is None:
             return None
@@ -339,7 +384,11 @@ class SchedulerRole:
         return self._tiers.take()
 
     def take_stats(self) -> Stats:
-        """Counters since the last call."""
+        """Counters since the last call. The sidecar learns what became of each prompt."""
+        self.pending.times.ended(self.clock())
+        records, session = self.prompts.take_records(), self.client.session
+        if records and session is not None:
+            self.client.send(session, Prompts(session.epoch, records))
         self.stats.answers_stale, self.client.answers_stale = self.client.answers_stale, 0
         return self.stats.take()
 

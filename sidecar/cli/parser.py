@@ -148,6 +148,40 @@ def _add_node_commands(commands: _Commands) -> None:
     where = status.add_mutually_exclusive_group()
     where.add_argument("--config", type=Path, metavar="FILE", help=_CONFIG_HELP)
     _add_sidecar_options(status, where=where)
+    explain = _command(
+        commands,
+        "explain",
+        help="show where a prompt's tokens came from, and why some were computed",
+        description="Ask a running sidecar for the last prompts of its engines: how many tokens "
+        "came from which tier, why the others were computed, and what would change that.",
+        parents=[_JSON],
+    )
+    explain.add_argument(
+        "request_id", nargs="?", default="", metavar="REQUEST_ID", help="vLLM's id of a request"
+    )
+    explain.add_argument(
+        "--last", type=_count, default=1, metavar="N", help="how many prompts (default: 1)"
+    )
+    where = explain.add_mutually_exclusive_group()
+    where.add_argument("--config", type=Path, metavar="FILE", help=_CONFIG_HELP)
+    _add_sidecar_options(explain, where=where)
+    top = _command(
+        commands,
+        "top",
+        help="watch whether the cache helps, is healthy, and what is in it",
+        description="Ask one or more running sidecars every second, and draw the answers. Keys: 1 "
+        "to 3 for the pages, s for the order of several sidecars, p to pause, q to quit.",
+        parents=[_JSON],
+    )
+    top.add_argument(
+        "--url", type=_address, action="append", help="address of a sidecar; may be repeated"
+    )
+    top.add_argument("--config", type=Path, metavar="FILE", help=_CONFIG_HELP)
+    top.add_argument("--once", action="store_true", help="print one picture and end")
+    top.add_argument(
+        "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="(default: 1)"
+    )
+    _add_asking_options(top)
     inspect = _command(
         commands,
         "inspect",
@@ -286,6 +320,10 @@ def _add_sidecar_options(to: argparse.ArgumentParser, *, where: Any) -> None:
     where.add_argument(
         "--url", type=_address, help="address of the sidecar, such as http://127.0.0.1:9321"
     )
+    _add_asking_options(to)
+
+
+def _add_asking_options(to: argparse.ArgumentParser) -> None:
     to.add_argument(
         "--timeout", type=_seconds, default=5.0, metavar="SECONDS", help="longest wait (default: 5)"
     )

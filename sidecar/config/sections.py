@@ -171,6 +171,10 @@ class GpuSettings(Section):
     """Bytes in flight from one GPU; a token's copy to the host queues behind them."""
     strided_copies: Literal["auto", "batch", "2d"] = "auto"
     """How strided runs are copied: `auto` (measured when a GPU is first used), or one way."""
+    hour_price: Annotated[Ratio, Field(ge=0, le=1_000_000)] = 0.0
+    """Price of an hour of one GPU: with it, `kvlake status` shows savings in money. 0: unknown."""
+    currency: str = Field(default="USD", min_length=1, max_length=8)
+    """Currency of hour_price; only shown."""
 
 
 class IntegritySettings(Section):
@@ -215,6 +219,10 @@ class LimitsSettings(Section):
     """Attached clients: one scheduler and one worker per rank for each engine."""
     realms_max: Count = Field(default=256, ge=GROUPS_MAX, le=65_536)
     """Namespaces and topologies at a time; new ones replace unused ones."""
+    gone_keys_max: Count = Field(default=32_768, ge=0, le=10_000_000)
+    """Chunks remembered after they left the cache, so that engines know why they miss."""
+    prompts_kept: Count = Field(default=1000, ge=1, le=100_000)
+    """Prompts that `kvlake explain` can show."""
     drain_seconds_max: Duration = Field(default=30.0, le=3600)
     """Longest that a stopping sidecar writes to the object store."""
 

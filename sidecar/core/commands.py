@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from sidecar.core.retention import FOR_EVER, Retention
+from sidecar.core.retention import FOR_EVER, Gone, Retention
 from sidecar.core.stored_table import Keys, ListedRows
 from sidecar.protocol import Attach, ClientMessage, Outcome, ServerMessage
 from tiers.kv.layout import ChunkLayout, Segment
@@ -283,12 +283,14 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class IndexSet(msgspec.Struct, frozen=True):
-    """Set the entry of a chunk in the shared index. Neither flag: remove it."""
+    """Set the entry of a chunk in the shared index. Neither flag, and not gone: remove it."""
 
     realm_id: int
     key: bytes
     in_host: bool
     in_store: bool
+    gone: Gone | None = None
+    """Why no tier has it any more."""
 
 
 class IndexOffer(msgspec.Struct, frozen=True, eq=False):

@@ -13,15 +13,15 @@ are a count beside the states, never a state.
 """
 
 import enum
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from sidecar.core.retention import FOR_EVER, Retention
+from sidecar.core.retention import FOR_EVER, Gone, Retention
 from sidecar.core.stored_table import Masks, StoredChunks, StoredColumns, distinct
 from tiers.kv.layout import ChunkLayout, Segment
 from tiers.kv.reshard import cover
@@ -123,6 +123,8 @@ class Chunk:
     hosted: int = 0
     """Ranks whose segment is HOST."""
     detached: bool = False
+    gone: Gone | None = Gone.EVICTED
+    """Why it left host memory, once it has; None: nobody needs to know."""
     segments: list[HostSegment] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -280,6 +282,51 @@ class FlagChange(NamedTuple):
     chunk: Chunk | None
     was: tuple[bool, bool]
     now: tuple[bool, bool]
+
+
+class GoneKeys:
+    """The chunks that left the cache last, so that an engine which misses one learns why.
+
+    An `OrderedDict`: removing the oldest key of a dict takes time with the number of removed ones.
+    """
+
+    def __init__(self, keys_max: int, realms: Mapping[int, Realm]) -> None:
+        self._keys_max = keys_max
+        self._realms = realms
+        self._keys: OrderedDict[tuple[int, bytes], float] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def note(self, change: FlagChange, now: float) -> Gone | None:
+        """Note a change; returns why the chunk is gone, if it is to be remembered."""
+        name = (change.realm.realm_id, change.key)
+        self._keys.pop(name, None)
+        if any(change.now):
+            return None
+        gone = Gone.EVICTED if change.chunk is None else change.chunk.gone
+        if gone is not None and self._keys_max:
+            self._keys[name] = now
+        return gone if self._keys_max else None
+
+    def since(self, realm_id: int, key: bytes) -> float | None:
+        """When a chunk left, if that is remembered."""
+        return self._keys.get((realm_id, key))
+
+    def forget_oldest(self) -> Iterator[tuple[int, bytes]]:
+        """Forget what is too much; yields realm and key of those that still are in no tier."""
+        while len(self._keys) > self._keys_max:
+            (realm_id, key), _ = self._keys.popitem(last=False)
+            realm = self._realms.get(realm_id)
+            # A listing of the store does not report single chunks.
+            if realm is not None and not any(realm.flags(key)):
+                yield realm_id, key
+
+    def forget_realm(self, realm_id: int) -> Iterator[tuple[int, bytes]]:
+        """Forget the chunks of a realm; yields the same."""
+        for name in [name for name in self._keys if name[0] == realm_id]:
+            del self._keys[name]
+            yield name
 
 
 class Directory:

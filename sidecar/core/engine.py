@@ -13,7 +13,7 @@ evicted chunk before its slot is filled again, and see a stored one before its w
 answer), then copies, reads and writes, then messages.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
 from sidecar.core.commands import (
@@ -39,7 +39,7 @@ from sidecar.core.commands import (
     Tick,
     Written,
 )
-from sidecar.core.directory import Directory, FlagChange, Realm
+from sidecar.core.directory import Directory, FlagChange, GoneKeys, Realm
 from sidecar.core.event_feeds import EventFeed
 from sidecar.core.fair_share import FairShares
 from sidecar.core.host_tier import HostChange, HostTier
@@ -64,6 +64,7 @@ from sidecar.protocol import (
     Role,
     Submit,
 )
+from sidecar.protocol.prompts import Prompts
 from tiers.policy import Policy
 
 CHUNKS_FORGOTTEN_MAX: Final = 64
@@ -104,6 +105,7 @@ class Engine:
         self._outbox = Outbox(epoch)
         self._event_feeds: dict[int, EventFeed] = {}
         directory = self.directory = Directory(readable=limits.store_reads)
+        self.gone = GoneKeys(limits.gone_keys_max, directory.realms)
         self.tenants = tenants
         shares = self.shares = FairShares(limits.shares)
         host = self.host = HostTier(directory, slots, policy, self.counters, tenants)
@@ -200,12 +202,18 @@ class Engine:
     def _publish_changes(self) -> None:
         changes = self.directory.take_changes()
         for change in changes:
-            in_host, in_store = change.now
-            self._outbox.emit(IndexSet(change.realm.realm_id, change.key, in_host, in_store))
+            gone = self.gone.note(change, self.lookups.now)
+            self._outbox.emit(IndexSet(change.realm.realm_id, change.key, *change.now, gone))
+        self._withdraw(self.gone.forget_oldest())
         if changes:
             self._notify(changes)
             for feed in self._event_feeds.values():
                 feed.changed(changes)
+
+    def _withdraw(self, names: Iterable[tuple[int, bytes]]) -> None:
+        """Remove chunks that are in no tier from the shared index."""
+        for realm_id, key in names:
+            self._outbox.emit(IndexSet(realm_id, key, in_host=False, in_store=False))
 
     def _publish_listed(self, event: Listed) -> None:
         keys = self.store.listed(event)
@@ -274,6 +282,9 @@ class Engine:
                 feed = self._event_feeds.get(session_id)
                 if message.heard >= 0 and feed is not None:
                     feed.acknowledge(message.heard)
+            case Prompts():
+                # `service/dispatcher.py` keeps them.
+                pass
 
     def _submit(
         self, session: SessionOpened, realms: list[Realm], message: Submit, now: float
@@ -360,6 +371,8 @@ class Engine:
         ):
             return
         for realm in realms:
+            # The index may be shared with realms that stay.
+            self._withdraw(self.gone.forget_realm(realm.realm_id))
             del self.directory.realms[realm.realm_id]
             self.store.forget_realm(realm.realm_id)
             self.leases.forget_realm(realm.realm_id)

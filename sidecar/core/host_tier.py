@@ -26,7 +26,7 @@ from typing import Final, cast
 from sidecar.core.commands import Counters, RestoredSlot
 from sidecar.core.directory import Cause, Chunk, Directory, HostSegment, Realm, SegmentState
 from sidecar.core.restored import RestoredSlots, SlotAllocator
-from sidecar.core.retention import FOR_EVER, Expiries, Retention, slot_tag
+from sidecar.core.retention import FOR_EVER, Expiries, Gone, Retention, slot_tag
 from sidecar.core.tenants import Tenants
 from tiers.kv.layout import ChunkLayout
 from tiers.policy import Policy
@@ -206,7 +206,7 @@ class HostTier:
         """Remove a chunk with a corrupt slot, at once and with all segments."""
         if not chunk.detached:
             self._counters.quarantined_host += 1
-            self._remove(chunk)
+            self._remove(chunk, None)
 
     def expire(self, now: float) -> None:
         """Remove the chunks and free the unclaimed slots whose time is over."""
@@ -216,15 +216,16 @@ class HostTier:
                 self._free_unclaimed(due.slot)
             else:
                 self._counters.chunks_expired += 1
-                self._remove(due)
+                self._remove(due, Gone.EXPIRED)
 
     def _expires(self, what: Chunk | RestoredSlot, expires_at: float) -> bool:
         if isinstance(what, RestoredSlot):
             return what in self.restored_slots
         return not what.detached and not what.empty and what.retention.expires_at == expires_at
 
-    def _remove(self, chunk: Chunk) -> None:
+    def _remove(self, chunk: Chunk, gone: Gone | None) -> None:
         """Detach a chunk. Work on its slots ends first."""
+        chunk.gone = gone
         if chunk.hosted:
             self._leave(chunk)
         self._directory.detach(chunk)
@@ -293,7 +294,7 @@ class HostTier:
             if chunk.pins == 0 and not chunk.busy
         ]
         for chunk in victims:
-            self._evict(chunk)
+            self._evict(chunk, None)
         return len(victims)
 
     def clear(self) -> None:
@@ -315,7 +316,7 @@ class HostTier:
             victim = self._victim(account.order) if 0 <= left < account.host_bytes else None
             if victim is None:
                 break
-            self._evict(victim)
+            self._evict(victim, Gone.QUOTA)
         fits = account.host_bytes <= left
         self._tenants.close_if_unused(tenant)
         return fits
@@ -338,7 +339,7 @@ class HostTier:
             victim = victim or self._victim()
             if victim is None:
                 return None
-            self._evict(victim)
+            self._evict(victim, Gone.EVICTED)
             victim = None
             slot = self.slots.allocate(slot_bytes)
         if slot is not None:
@@ -359,7 +360,8 @@ class HostTier:
             for segment in chunk.segments
         )
 
-    def _evict(self, chunk: Chunk) -> None:
+    def _evict(self, chunk: Chunk, gone: Gone | None) -> None:
+        chunk.gone = gone
         self._counters.chunks_evicted += 1
         self._tenants.counters(chunk.tenant).chunks_evicted += 1
         self._leave(chunk)

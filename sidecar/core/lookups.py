@@ -101,8 +101,7 @@ class Lookups(CorePart):
             self._counters.lookups_refused += 1
             self._reply(session_id, message.lookup_id, 0, Outcome.FULL)
             return
-        chunks = self._run(realms, message)
-        outcome = Outcome.OK
+        chunks, outcome = self._run(realms, message)
         fitting = self._pins.fitting(session_id, chunks)
         if fitting < len(chunks):
             outcome = Outcome.FULL
@@ -114,6 +113,7 @@ class Lookups(CorePart):
         if not plan.read:
             self._counters.lookups_recomputed += 1
             self._shorten(chunks, first)
+            outcome = Outcome.RECOMPUTED
         if outcome is Outcome.OK and message.keys and not chunks:
             outcome = Outcome.MISSING
         ttl_seconds = self._limits.lease_ttl_seconds_max
@@ -169,7 +169,8 @@ class Lookups(CorePart):
             self._end(oldest)
         return shares.admit("lookup", session_id, (shares.memory, cost), (shares.lookups, 1))
 
-    def _run(self, realms: list[Realm], message: Lookup) -> list[Chunk]:
+    def _run(self, realms: list[Realm], message: Lookup) -> tuple[list[Chunk], Outcome]:
+        """The leading chunks that are there or can be read, and why it is not all of them."""
         run: dict[Chunk, None] = {}
         groups = message.groups or itertools.repeat(0)
         for key, group in zip(message.keys, groups, strict=False):
@@ -180,13 +181,13 @@ class Lookups(CorePart):
                     break
                 if not self._reads.breaker.passes(self.now):
                     self._counters.reads_paused += 1
-                    break
+                    return list(run), Outcome.PAUSED
                 chunk = self._directory.open_chunk(realm, key, message.tenant)
             if chunk in run:
                 # No chain repeats a key.
                 break
             run[chunk] = None
-        return list(run)
+        return list(run), Outcome.OK
 
     def read_ended(self, event: ReadDone) -> None:
         """A read ended."""

@@ -48,6 +48,8 @@ class EngineLimits:
     flush_at_end: bool
     """Whether a drain writes what `write` has not written yet."""
     store_reads: bool
+    gone_keys_max: int = 0
+    """Chunks that are remembered after they left the cache."""
     reads_begun_max: int = 1 << 30
     """Reads that one event starts; the others get turns of their own."""
     adopted_max: int = 1 << 30

@@ -7,6 +7,7 @@ Times are on the engine's clock, which starts with the machine. A pool is not ta
 reboot, so the time in a tag is valid wherever it is read. Pure.
 """
 
+import enum
 import heapq
 import itertools
 import math
@@ -37,6 +38,16 @@ class Retention(NamedTuple):
 
 
 FOR_EVER: Final = Retention()
+
+
+class Gone(enum.Enum):
+    """Why no tier has a chunk any more."""
+
+    EVICTED = "evicted"
+    """It was evicted to make room, or left the object store."""
+    EXPIRED = "expired"
+    QUOTA = "quota"
+    """It was evicted because its tenant was at its limit."""
 
 
 def slot_tag(tenant: bytes, retention: Retention) -> bytes:

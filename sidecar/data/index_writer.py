@@ -19,11 +19,15 @@ import anyio.lowlevel
 import anyio.to_thread
 
 from sidecar.core.commands import IndexOffer, IndexSet
+from sidecar.core.retention import Gone
 from sidecar.logs import fields
 from sidecar.sessions.namespaces import RealmLayout
 from tiers.kv.index import (
     FLAG_HOST,
     FLAG_STORE,
+    GONE_EVICTED,
+    GONE_EXPIRED,
+    GONE_QUOTA,
     KEY_BYTES,
     IndexGrowth,
     IndexWriter,
@@ -33,6 +37,13 @@ from tiers.kv.index import (
 )
 
 INDEX_RETRY_SECONDS: Final = 10.0
+GONE: Final = {
+    None: 0,
+    Gone.EVICTED: GONE_EVICTED,
+    Gone.EXPIRED: GONE_EXPIRED,
+    Gone.QUOTA: GONE_QUOTA,
+}
+"""Flags of a chunk that is in no tier any more."""
 
 _logger = logging.getLogger("kvlake.index")
 
@@ -55,7 +66,7 @@ class IndexUpdater:
 
     def set(self, realm: RealmLayout, command: IndexSet) -> None:
         """Set the flags of one chunk."""
-        flags = FLAG_HOST * command.in_host | FLAG_STORE * command.in_store
+        flags = FLAG_HOST * command.in_host | FLAG_STORE * command.in_store | GONE[command.gone]
         realm.index.set(tag_of(command.key, realm.index_salt), flags)
         self._grow_if_full(realm)
 

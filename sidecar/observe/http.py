@@ -1,4 +1,4 @@
-"""HTTP: /metrics, /healthz, /readyz, /status, /host. Read-only; on loopback, or with a token.
+"""HTTP: /metrics, /healthz, /readyz, /status, /host, /prompts. On loopback, or with a token.
 
 Owns the listening TCP socket, its connections and their limits, the routes, and authorization. Does
 not own the documents (`metrics.py`, `status.py`, `host_contents.py`, `service/watchdog.py`).
@@ -20,6 +20,7 @@ import asyncio
 import errno
 import hmac
 import json
+import re
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Final, cast
@@ -31,6 +32,7 @@ from sidecar.config.sections import HttpSettings
 from sidecar.errors import StartError
 from sidecar.observe.host_contents import HostContents, QueryError, parse_query
 from sidecar.observe.metrics import SidecarMetrics
+from sidecar.observe.prompts import PROMPTS_SHOWN, PromptDocuments
 from sidecar.observe.status import SidecarStatus
 from sidecar.service.dispatcher import Dispatcher
 from sidecar.service.watchdog import Watchdog
@@ -61,6 +63,7 @@ class Documents:
         self.metrics = SidecarMetrics(dispatcher, watchdog, refused)
         self.status = SidecarStatus(dispatcher, watchdog)
         self.host = HostContents(dispatcher)
+        self.prompts = PromptDocuments(dispatcher)
 
 
 class _Connection(asyncio.Protocol):
@@ -278,9 +281,17 @@ async def _host_chunks(documents: Documents, request: web.Request) -> web.Respon
     return _json(await documents.host.chunks(parse_query(request.query)), indent=None)
 
 
+async def _prompts(documents: Documents, request: web.Request) -> web.Response:
+    last = request.query.get("last", str(PROMPTS_SHOWN))
+    if not re.fullmatch(r"[0-9]{1,6}", last):
+        raise QueryError(f"last={last[:64]!r}: a number of prompts, such as 20")
+    return _json(documents.prompts.document(int(last), request.query.get("request", "")))
+
+
 _GUARDED: Final = {
     "/metrics": _metrics,
     "/status": _status,
+    "/prompts": _prompts,
     "/host": _host_usage,
     "/host/chunks": _host_chunks,
 }

@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from sidecar import version
 from sidecar.core.breaker import BreakerState
 from sidecar.core.tenants import OTHER
+from sidecar.protocol.prompts import PromptOutcome
 from sidecar.service.dispatcher import Dispatcher, SharedStore
 from sidecar.service.uncached import REASONS
 from sidecar.service.watchdog import PROBLEMS, Watchdog
@@ -41,6 +42,8 @@ GAUGES: Final = {
     "tasks": "Tasks of the event loop",
     "draining": "1 while the sidecar stops",
     "chunks{tier}": "Chunks of which engines can load all parts, by tier",
+    "gpu_seconds_saved": "prefill_seconds_saved_total less prefill_seconds_spent_total, times the"
+    " ranks of each engine. Below 0 if the cache costs time",
     "leases": "Pins held for loads",
     "lookups_waiting": "Lookups that pin chunks or wait for them",
     "pending{kind}": "Work in progress, by kind",
@@ -175,6 +178,12 @@ COUNTERS: Final = {
     "collection_files_removed": "Catalog files deleted because others replace them",
     "collection_leftovers_removed": "Damaged objects and abandoned probes deleted",
     "sessions_opened": "Clients that attached",
+    "prompts": "Prompts whose first token was generated, as schedulers report them",
+    "prompt_tokens{outcome,reason}": "Tokens of these prompts, by where their KV came from, and the"
+    " computed ones by reason",
+    "prefill_seconds_saved": "Seconds that computing the loaded tokens would have taken, at the"
+    " speed that each engine measured for itself",
+    "prefill_seconds_spent": "Seconds that lookups, waiting for the store, and loads took",
     "sockets_renewed": "Socket files created again after they had been removed",
     "connections_cut": "Connections that ended before they attached",
     "attaches_expired": "Clients that took too long to attach",
@@ -229,7 +238,7 @@ def _fields(prefix: str, counts: Any) -> Values:
 
 def _engine(dispatcher: Dispatcher) -> Values:
     engine, shares = dispatcher.engine, dispatcher.engine.shares.shares
-    directory = engine.directory
+    directory, prompts = engine.directory, dispatcher.prompts
     return _fields("", engine.counters) | {
         "info": {version(): 1},
         "start_time_seconds": dispatcher.started,
@@ -243,6 +252,11 @@ def _engine(dispatcher: Dispatcher) -> Values:
         "waiting": {name: share.used for name, share in shares.items()},
         "waiting_max": {name: share.limit for name, share in shares.items()},
         "refused": dict(engine.shares.refused),
+        "prompts": prompts.prompts,
+        "prefill_seconds_saved": prompts.seconds.saved,
+        "prefill_seconds_spent": prompts.seconds.spent,
+        "gpu_seconds_saved": prompts.seconds.gpu,
+        "prompt_tokens": {outcome.labels: prompts.tokens[outcome] for outcome in PromptOutcome},
     }
 
 

@@ -21,6 +21,7 @@ from sidecar import version
 from sidecar.config.store import PriceSettings
 from sidecar.core.commands import Counters
 from sidecar.observe.metrics import catalog_counts, tenants_of
+from sidecar.observe.prompts import prompts_summary
 from sidecar.protocol import PROTOCOL_VERSION
 from sidecar.service.dispatcher import Dispatcher, SharedStore
 from sidecar.service.watchdog import Watchdog
@@ -73,6 +74,7 @@ class SidecarStatus:
         self._started = time.monotonic()
         self._rates = Rates(dispatcher.engine.counters)
         watchdog.each_beat(self._rates.sample)
+        watchdog.each_beat(dispatcher.prompts.sample)
 
     def document(self) -> Document:
         """The status as of now."""
@@ -95,6 +97,7 @@ class SidecarStatus:
                 "loads_missed": sum(counters[f"loads_{how}"] for how in _LOADS_MISSED),
                 **_pick(engine.counters, "lookups lookups_expired chunks_read"),
             },
+            "prompts": prompts_summary(dispatcher.prompts, dispatcher.config.gpu),
             "counters": counters,
             "rates": self._rates.document(),
             "pending": dataclasses.asdict(engine.pending_work()),

@@ -49,9 +49,10 @@ from typing import Annotated, Final
 
 import msgspec
 
+from sidecar.protocol.prompts import Prompts
 from tiers.kv.layout import BLOCKS_PER_CHUNK_MAX, KVLayout, Segment
 
-PROTOCOL_VERSION: Final = 5
+PROTOCOL_VERSION: Final = 6
 """Increased by every incompatible change. Both sides refuse other versions."""
 NAMESPACE_BYTES_MAX: Final = 65_536
 MODEL_CHARACTERS_MAX: Final = 256
@@ -295,6 +296,10 @@ class Outcome(enum.IntEnum):
     """A store of several chunks kept some of them."""
     EXPIRED = 7
     """Its deadline passed first; no block was written."""
+    RECOMPUTED = 8
+    """Computing the rest of a lookup is faster than reading it."""
+    PAUSED = 9
+    """The rest of a lookup was not read, because reading is paused."""
 
 
 class LoadChunk(WireStruct, array_like=True, frozen=True):
@@ -468,7 +473,7 @@ class Error(WireStruct, tag="error", frozen=True):
     message: str
 
 
-ClientMessage = Submit | Lookup | Lease | Pin | Release
+ClientMessage = Submit | Lookup | Lease | Pin | Release | Prompts
 ServerMessage = Done | LookupDone | Events | Error
 
 TIERS_OWNER: Final = "kvlake/"

@@ -35,6 +35,7 @@ from sidecar.protocol import (
     ServerMessage,
     Submit,
 )
+from sidecar.protocol.prompts import Prompts
 
 _T = TypeVar("_T")
 
@@ -161,6 +162,10 @@ def _check_client(message: ClientMessage) -> None:
     elif isinstance(message, Release):
         ids = len(message.lease_ids) + len(message.lookup_ids)
         _require(ids <= KEYS_PER_MESSAGE_MAX, "ids", ids, f"at most {KEYS_PER_MESSAGE_MAX}")
+    elif isinstance(message, Prompts):
+        for prompt in message.prompts:
+            name = prompt.request_id
+            _require(name.isprintable(), "request_id", name[:64], "printable characters")
     else:
         _check_tenant(message.tenant)
         if not isinstance(message, Lease):

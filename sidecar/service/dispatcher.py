@@ -39,6 +39,8 @@ from sidecar.events.sockets import EventSockets
 from sidecar.logs import fields
 from sidecar.protocol import Error, IndexMoved, Lease, Lookup, Role, ServerMessage
 from sidecar.protocol.codec import ProtocolError, encode
+from sidecar.protocol.prompts import Prompts
+from sidecar.service.prompts import PromptLog
 from sidecar.service.uncached import UncachedEngines
 from sidecar.sessions.gpus import Gpus
 from sidecar.sessions.namespaces import RealmLayout, Realms
@@ -95,6 +97,7 @@ class Dispatcher:
         self.epoch = epoch
         self.pool = pool
         self.socket_stats = SocketStats()
+        self.prompts = PromptLog(config.limits.prompts_kept)
         self.started = time.time()
         self.lost_before = 0
         self.realms = Realms(config.limits.realms_max)
@@ -316,9 +319,16 @@ class Dispatcher:
             self._refuse(session, error)
             self._deliver(session, Error(self.epoch, error.code, str(error)))
             return
+        if isinstance(event.message, Prompts):
+            self.prompts.add(session, event.message, self._gone_seconds)
+            return
         self.feed(event)
         if isinstance(event.message, Lookup | Lease):
             self.deadlines.set()
+
+    def _gone_seconds(self, realm_id: int, key: bytes) -> float | None:
+        since = self.engine.gone.since(realm_id, key)
+        return None if since is None else time.monotonic() - since
 
     def stranger(self, _: bytes) -> None:
         """Count a connection for jobs that named no session, and was closed."""
@@ -377,6 +387,7 @@ def _engine_limits(config: Config) -> EngineLimits:
         # What is kept needs no writing: the next start has it, and its turn comes then.
         flush_at_end=config.host.after_stop == "remove",
         store_reads=store.read == "on",
+        gone_keys_max=limits.gone_keys_max,
         shares=ShareLimits(
             memory_bytes_max=limits.memory_max,
             copies_queued_max=limits.copies_queued_max,

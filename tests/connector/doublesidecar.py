@@ -67,14 +67,15 @@ class DoubleSidecar:
         for client in (self.engine.client, *(rank.client for rank in self.engine.ranks)):
             client.attach(None)
 
-    def tell_flags(self, key: bytes) -> None:
+    def tell_flags(self, key: bytes, gone: int = 0) -> None:
         host = FLAG_HOST if len(self.parts.get(key, {})) == len(self.engine.ranks) else 0
-        self.index.set(tag_of(key, SALT), host | (FLAG_STORE if key in self.store else 0))
+        flags = host | (FLAG_STORE if key in self.store else 0)
+        self.index.set(tag_of(key, SALT), flags or gone)
 
-    def evict(self, key: bytes) -> None:
-        """Out of host memory; the store keeps what it has."""
+    def evict(self, key: bytes, gone: int = 0) -> None:
+        """Out of host memory; the store keeps what it has. `gone`: what the index then says."""
         self.parts.pop(key, None)
-        self.tell_flags(key)
+        self.tell_flags(key, gone)
 
     def demote(self, key: bytes) -> None:
         """Only the store has it from now on."""
@@ -162,7 +163,9 @@ class DoubleSidecar:
             self.tell_flags(key)
         return Outcome.OK
 
-    def answer(self, lookup: Lookup, ready: int | None = None) -> None:
+    def answer(
+        self, lookup: Lookup, ready: int | None = None, outcome: Outcome | None = None
+    ) -> None:
         """Bring the first `ready` keys (all) of a lookup to host memory."""
         self.lookups.remove(lookup)
         ready = len(lookup.keys) if ready is None else ready
@@ -172,7 +175,8 @@ class DoubleSidecar:
                 self.tell_flags(key)
         if not ready:
             self._nothing_ready.add(lookup.lookup_id)
-        outcome = Outcome.OK if ready == len(lookup.keys) else Outcome.MISSING
+        if outcome is None:
+            outcome = Outcome.OK if ready == len(lookup.keys) else Outcome.MISSING
         self.engine.client.inbox.append(LookupDone(lookup.epoch, lookup.lookup_id, ready, outcome))
 
     def lookups_pinning(self) -> set[int]:

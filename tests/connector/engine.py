@@ -28,6 +28,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from connector.scheduler.outcomes import PREFIX
 from connector.scheduler.role import SchedulerRole
 from tests import places
 from tests.connector.configurations import BLOCK_TOKENS, kv_cache_config, spec_of, vllm_config
@@ -97,6 +98,10 @@ class Engine:
         self.computed: Counter[str] = Counter()
         """Tokens that the model computed, by request."""
         self.steps = 0
+        self.prompt_tokens = 0
+        """As vLLM counts them in `vllm:prompt_tokens_total`."""
+        self.outcomes: Counter[str] = Counter()
+        """The same, as the connector sorts them."""
 
     @property
     def pool(self) -> Any:
@@ -163,7 +168,11 @@ class Engine:
         """Take a batch's output from all ranks."""
         final = self.aggregator.aggregate(outputs)
         assert final is not None
-        self.scheduler.update_from_output(output, final)
+        for told in self.scheduler.update_from_output(output, final).values():
+            stats = [one.prefill_stats for one in told.outputs if one.prefill_stats is not None]
+            self.prompt_tokens += sum(one.num_prompt_tokens for one in stats)
+            if told.scheduler_stats is not None:
+                self._sort(told.scheduler_stats.kv_connector_stats or {})
         if self.draft is not None:
             ready = [request for request in requests if not request.is_finished()]
             self.scheduler.update_draft_token_ids(
@@ -172,6 +181,14 @@ class Engine:
                     [self.draft(request) for request in ready],
                 )
             )
+
+    def _sort(self, stats: Any) -> None:
+        for name, count in stats.items():
+            if isinstance(count, dict):
+                # Several connectors have one each.
+                self._sort(count)
+            elif name.startswith(PREFIX):
+                self.outcomes[name.removeprefix(PREFIX)] += count
 
     def _compute(
         self,
@@ -274,6 +291,7 @@ class Engine:
         assert not role.pending.pending
         assert not self.sidecar.lookups_pinning()
         assert not role.loading
+        assert self.outcomes.total() == self.prompt_tokens
         assert not self.scheduler.requests
 
     def close(self) -> None:

@@ -7,12 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from connector.identity.keys import KeyChain
-from connector.scheduler.pending import (
-    PREFILL_TOKENS_MIN,
-    SESSIONS_ASKED_MAX,
-    STEPS_MAX,
-    PrefillRate,
-)
+from connector.scheduler.pending import SESSIONS_ASKED_MAX
 from sidecar.protocol import (
     Lease,
     Lookup,
@@ -83,8 +78,9 @@ class TestStoreOnly:
 
     def test_says_how_fast_the_engine_computes(self, engine: Engine) -> None:
         self.demoted(engine, first=2)
-        engine.role.pending.rate.step(engine.clock.now - 1.0, 512)
-        engine.role.pending.rate.step(engine.clock.now, 0)
+        engine.role.pending.times.planned(engine.clock.now, [(0, 512)])
+        engine.clock.now += 1.0
+        engine.role.pending.times.ended(engine.clock.now)
         request = engine.add(request_of("a", PROMPT, max_tokens=1))
         (lookup,) = engine.client.sent_of(Lookup)
         assert lookup.num_tokens == CACHED - 2 * CHUNK_TOKENS
@@ -253,32 +249,3 @@ class TestStoreOnly:
         engine.client.accepting = True
         engine.settle()
         engine.check_idle()
-
-
-class TestPrefillRate:
-    def test_the_rate_is_0_before_a_measurement(self) -> None:
-        rate = PrefillRate()
-        assert rate.tokens_per_second == 0.0
-        rate.step(1.0, 512)
-        assert rate.tokens_per_second == 0.0
-        rate.step(1.5, 1)
-        assert rate.tokens_per_second == 1024.0
-
-    def test_decoding_steps_do_not_count(self) -> None:
-        rate = PrefillRate()
-        for number in range(10):
-            rate.step(number * 0.001, PREFILL_TOKENS_MIN - 1)
-        assert rate.tokens_per_second == 0.0
-
-    def test_an_idle_engine_is_not_a_slow_one(self) -> None:
-        rate = PrefillRate()
-        for start in range(0, 100, 10):
-            rate.step(start, 1000)
-            rate.step(start + 1, 1000)
-        assert rate.tokens_per_second == 1000.0
-
-    def test_old_steps_are_forgotten(self) -> None:
-        rate = PrefillRate()
-        for number in range(STEPS_MAX + 2):
-            rate.step(float(number), 10_000 if number == 0 else 1000)
-        assert rate.tokens_per_second == 1000.0

@@ -170,12 +170,27 @@ class TestEngine:
     def test_its_requests_are_counted(self, model: Path) -> None:
         config = vllm_config(model, chunk_tokens=100)
         connector = KVLakeConnector(config, KVConnectorRole.SCHEDULER, kv_cache_config())
-        for name in "ab":
-            connector.on_new_request(request_of(name, PROMPT))
+        requests = [request_of(name, PROMPT) for name in "ab"]
+        for request in requests:
+            connector.on_new_request(request)
+            # As vLLM's scheduler: it found 16 tokens in its own prefix cache.
+            request.prefill_stats.set(len(PROMPT), 16, 0)
+            connector.update_state_after_alloc(request, None, 0)
         stats = connector.get_kv_connector_stats()
         assert stats is not None
         assert stats.data == {"requests_uncached": 2}
         assert connector.get_kv_connector_stats() is None
+        # One gets its first token, the other ends before.
+        requests[0].take_prefill_stats()
+        for request in requests:
+            connector.request_finished(request, [])
+        stats = connector.get_kv_connector_stats()
+        assert stats is not None
+        assert stats.data == {
+            "requests_uncached": 0,
+            "prompt_tokens/local": 16,
+            "prompt_tokens/refused": len(PROMPT) - 16,
+        }
         connector.shutdown()
 
 

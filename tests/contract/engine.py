@@ -225,10 +225,14 @@ ENGINE: Final[dict[str, Used]] = {
     "vllm.v1.request:Request": Used(
         attributes(
             "request_id all_token_ids block_hashes cache_salt lora_request mm_features "
-            "num_computed_tokens num_in_flight_tokens num_prompt_tokens prompt_embeds resumable "
+            "num_computed_tokens num_in_flight_tokens num_preemptions num_prompt_tokens "
+            "prefill_stats prompt_embeds resumable "
             "skip_reading_prefix_cache kv_transfer_params status kv_cache_report_mode"
         )
         | {"num_tokens": PROPERTY}
+    ),
+    "vllm.v1.metrics.stats:PrefillStats": Used(
+        attributes("num_prompt_tokens num_local_cached_tokens num_external_cached_tokens")
     ),
     "vllm.v1.request:RequestStatus": Used(attributes("FINISHED_ERROR")),
     "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:MultiConnector": Used(

@@ -6,6 +6,7 @@ The whole module runs twice, once with prompts computed in one step and once in 
 
 from __future__ import annotations
 
+import json
 import random
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ from tests.e2e.arms import (
     empty,
     external_hit,
     fresh_salt,
+    has_host_tier,
     idle,
     own_hit,
     told,
@@ -103,7 +105,9 @@ def test_cold_loads_nothing(engine: EngineProcess, sidecar: SidecarProcess) -> N
     assert counters(sidecar)["chunks_loaded"] == before["chunks_loaded"]
 
 
-def test_own_prefix_hit_costs_no_message(engine: EngineProcess, sidecar: SidecarProcess) -> None:
+def test_own_prefix_hit_waits_for_no_message(
+    engine: EngineProcess, sidecar: SidecarProcess
+) -> None:
     salt = fresh_salt()
     # What earlier tests stored has arrived: their blocks were given back.
     empty(engine)
@@ -114,10 +118,15 @@ def test_own_prefix_hit_costs_no_message(engine: EngineProcess, sidecar: Sidecar
     sidecar.wait(
         "everything is stored", lambda status: status["counters"]["chunks_stored"] >= stored
     )
-    frames = sidecar.status()["sockets"]["frames_received"]
+    before = sidecar.status()
     # One token more, so that nothing new is worth storing.
     generation = engine.generate([*words(1024, 5), 7], max_tokens=1, cache_salt=salt)
     assert generation.cached_tokens == 1024
+    # But our connector says afterwards, in one message, what became of its prompt.
+    told = 0 if has_host_tier(engine) else 1
+    reported = before["prompts"]["prompts"] + told
+    sidecar.wait("the prompt is reported", lambda now: now["prompts"]["prompts"] >= reported)
+    frames = before["sockets"]["frames_received"] + told
     assert sidecar.status()["sockets"]["frames_received"] == frames
 
 
@@ -276,3 +285,24 @@ def test_hits_of_several_requests_at_once(engine: EngineProcess, sidecar: Sideca
     (worker,) = blocks_of(engine)
     # Batched, the last tokens are computed in other shapes: only loaded blocks must be equal.
     assert (worker & expected).total() >= sum(whole) // BLOCK_TOKENS
+
+
+@pytest.mark.promise("prompt-tokens")
+def test_every_prompt_token_was_counted_once(
+    engine: EngineProcess, sidecar: SidecarProcess
+) -> None:
+    """Over all requests before, by its source or by why it was computed."""
+    name = "vllm:kvlake_prompt_tokens"
+    assert engine.counter(name) == engine.counter("vllm:prompt_tokens") > 0
+    for outcome in ("local", "host", "computed"):
+        assert engine.counter(name, outcome=outcome) > 0
+    by_source = "vllm:prompt_tokens_by_source"
+    sources = {"local": "local_cache_hit", "host": "external_kv_transfer"}
+    for outcome, source in sources.items():
+        assert engine.counter(name, outcome=outcome) == engine.counter(by_source, source=source)
+    reported = sidecar.status()["prompts"]["prompts"] + 1
+    answer = engine.generate(words(333, 99), cache_salt=fresh_salt())
+    sidecar.wait("the prompt is reported", lambda now: now["prompts"]["prompts"] >= reported)
+    (last,) = json.loads(sidecar.get("/prompts?last=1"))["prompts"]
+    assert last["tokens"] == {"new": 320, "tail": 13}
+    assert answer.cached_tokens == 0

@@ -23,7 +23,7 @@ from tests.e2e.test_hits import (  # noqa: F401 (the tests, and what runs after 
     test_hits_of_several_requests_at_once,
     test_host_hit,
     test_next_turn_continues_on_what_was_generated,
-    test_own_prefix_hit_costs_no_message,
+    test_own_prefix_hit_waits_for_no_message,
     test_partial_local_hit_plus_external,
     test_shared_prefix_of_another_prompt,
     test_the_oracle_sees_what_it_should,

@@ -57,7 +57,7 @@ from sidecar.protocol import (
 )
 from tests.offsets import offset_of
 from tiers.kv.fence import WorkerFence
-from tiers.kv.index import IndexReader, tags_of
+from tiers.kv.index import ANYWHERE, IndexReader, tags_of
 from tiers.kv.layout import KVLayout, Segment
 from tiers.kv.memfd import sealed_memfd
 from tiers.store.object_tier import ObjectTier
@@ -362,7 +362,7 @@ class Scheduler(Client):
     def flags(self, *keys: bytes) -> list[int]:
         """The index's flags of each key."""
         tags = tags_of(keys, self.attached.index_salt)
-        return [int(flag) for flag in self.index.lookup(tags)]
+        return [int(flag) & ANYWHERE for flag in self.index.lookup(tags)]
 
     def take_moved_index(self) -> IndexMoved:
         """Receive `IndexMoved` and read the new index from now on."""

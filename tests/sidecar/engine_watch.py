@@ -30,7 +30,7 @@ from sidecar.core.commands import (
 )
 from sidecar.core.engine import Engine
 from sidecar.core.outbox import EngineLimits
-from sidecar.core.retention import FOR_EVER, Retention
+from sidecar.core.retention import FOR_EVER, Gone, Retention
 from tests.engine_invariants import check
 from tests.sidecar.strict_pool import SlabSlots
 
@@ -75,6 +75,8 @@ class Watched:
     index: dict[tuple[int, bytes], tuple[bool, bool]] = field(
         default_factory=dict[tuple[int, bytes], tuple[bool, bool]]
     )
+    gone: dict[tuple[int, bytes], Gone] = field(default_factory=dict[tuple[int, bytes], Gone])
+    """What the index says of chunks that are in no tier any more."""
     sessions: dict[int, SessionOpened] = field(default_factory=dict[int, SessionOpened])
     world_sizes: dict[int, int] = field(default_factory=dict[int, int])
     quarantined: list[Quarantine] = field(default_factory=list[Quarantine])
@@ -95,6 +97,7 @@ class Watched:
                 self._bury(content)
         commands = self.engine.handle(event, self.now)
         self.note(commands)
+        assert len(self.gone) <= self.limits.gone_keys_max
         return commands
 
     def resume(self) -> list[Command]:
@@ -154,17 +157,20 @@ class Watched:
                 self._expect(command, command.num_blocks)
             case IndexSet():
                 name = (command.realm_id, command.key)
-                flags = (command.in_host, command.in_store)
-                assert self.index.get(name, (False, False)) != flags, "told twice"
+                flags, gone = (command.in_host, command.in_store), self.gone.pop(name, None)
+                told = (self.index.pop(name, (False, False)), gone)
+                assert told != (flags, command.gone), "told twice"
                 if any(flags):
+                    assert command.gone is None
                     self.index[name] = flags
-                else:
-                    del self.index[name]
+                if command.gone is not None:
+                    self.gone[name] = command.gone
             case IndexOffer():
                 for one in command.keys:
                     name = (command.realm_id, one.tobytes())
                     assert name not in self.index, "told twice"
                     self.index[name] = (False, True)
+                    self.gone.pop(name, None)
             case Resume():
                 assert not self.resuming, "asked for twice"
                 self.resuming = True

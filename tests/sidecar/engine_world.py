@@ -243,6 +243,7 @@ class World(Watched):
             if name[0] in gone:
                 assert not in_host, "forgotten with what host memory holds"
                 del self.index[name]
+        assert not gone.intersection(realm_id for realm_id, _ in self.gone)
         for realm_id in gone:
             self.world_sizes.pop(realm_id, None)
         return gone
@@ -267,7 +268,7 @@ class World(Watched):
         """Kill the sidecar, and start another on what its pool says is sealed."""
         for ended in (self.gathers, self.scatters, self.writes, self.reads, self.sessions):
             ended.clear()
-        for known in (self.index, self.world_sizes):
+        for known in (self.index, self.gone, self.world_sizes):
             known.clear()
         for slot in self.slots.used - set(self.slots.sealed):
             self.slots.free(slot)

@@ -103,6 +103,7 @@ class EngineMachine(EngineModel):
             write_queue_bytes_max=queue * slot_bytes,
             breaker=BreakerRules(failures, 1.0, 4.0),
             quarantine_keys_max=quarantine,
+            gone_keys_max=quarantine,
             leases_max_per_session=bound,
             lookups_max_per_session=bound,
             write=write,

@@ -219,7 +219,7 @@ def test_lookup_of_a_store_slower_than_the_engine_is_answered_at_once() -> None:
     # A read took three seconds; the engine computes the run in a fraction of one.
     commands = world.look_up(scheduler, 2, [1, 3, 4], num_tokens=768, prefill=10_000.0)
     assert only(commands, Read) == []
-    assert messages(commands, scheduler) == answer(2, 1, Outcome.OK)
+    assert messages(commands, scheduler) == answer(2, 1, Outcome.RECOMPUTED)
     assert world.engine.counters.lookups_recomputed == 1
     # An engine that is slower still reads them.
     commands = world.look_up(scheduler, 3, [1, 3, 4], num_tokens=768, prefill=50.0)

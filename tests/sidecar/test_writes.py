@@ -177,7 +177,7 @@ def test_reading_pauses_and_nobody_waits_for_it() -> None:
     assert messages(commands, scheduler) == answer(1, 1, Outcome.FAILED)
     assert only(commands, Read) == []
     commands = world.look_up(scheduler, 2, [1, 2])
-    assert messages(commands, scheduler) == answer(2, 1, Outcome.OK), "answered at once"
+    assert messages(commands, scheduler) == answer(2, 1, Outcome.PAUSED), "answered at once"
     assert world.engine.counters.reads_paused > 0
     assert not world.engine.breakers["write"].opened, "writes are judged on their own"
     world.now = 1.0

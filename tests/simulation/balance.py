@@ -20,7 +20,7 @@ from sidecar.core.tenants import TenantRules
 from tests.engine_invariants import check
 from tests.simulation.clock import Violation, World
 from tests.simulation.content import Model, Truth
-from tiers.kv.index import FLAG_HOST, FLAG_STORE, IndexReader, tag_of, tags_of
+from tiers.kv.index import ANYWHERE, FLAG_HOST, FLAG_STORE, IndexReader, tag_of, tags_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -227,10 +227,15 @@ class Balance:
     # --- the index -----------------------------------------------------------------------------
 
     def index_is_true(self, process: SidecarProcess) -> None:
-        """The shared index says HOST exactly of what can be loaded, STORE of what can be read."""
-        directory: Directory = process.dispatcher.engine.directory
+        """The shared index says HOST exactly of what can be loaded, STORE of what can be read.
+
+        Of the rest it says why it is gone, exactly where the engine remembers that.
+        """
+        engine = process.dispatcher.engine
+        directory: Directory = engine.directory
         expected: dict[RealmLayout, npt.NDArray[np.uint8]] = {}
         numbers = self._truth.numbers
+        remembered = 0
         for realm in process.dispatcher.realms.all():
             known = directory.realms.get(realm.realm_id)
             if known is None:
@@ -246,9 +251,17 @@ class Balance:
                     if known.in_store(key):
                         wanted[number] |= FLAG_STORE
         for realm, wanted in expected.items():
-            flags = self._reader(realm).lookup(self._tags(realm))
+            found = self._reader(realm).lookup(self._tags(realm))
+            flags = found & np.uint8(ANYWHERE)
             for number in np.flatnonzero(flags != wanted):
                 self._differs(realm, int(number), int(flags[number]), int(wanted[number]))
+            if np.any((found > ANYWHERE) & (flags > 0)):
+                raise Violation("what is there is not gone", f"{found[(found > ANYWHERE)]}")
+            remembered += int(np.count_nonzero(found > ANYWHERE))
+        if remembered > len(engine.gone) or len(engine.gone) > engine.limits.gone_keys_max:
+            raise Violation("what is gone is remembered", f"{remembered} of {len(engine.gone)}")
+        if remembered:
+            self._world.saw("index says why a chunk is gone")
 
     def _tags(self, realm: RealmLayout) -> Any:
         """Tags of all keys under a realm's salt; most were made before."""

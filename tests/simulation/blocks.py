@@ -11,6 +11,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from tests.simulation.clock import Violation
@@ -138,6 +139,11 @@ class Request:
     lora_request: None = None
     mm_features: tuple[()] = ()
     skip_reading_prefix_cache: bool = False
+    num_preemptions: int = 0
+    prefill_stats: Any = field(
+        default_factory=lambda: SimpleNamespace(num_external_cached_tokens=0)
+    )
+    """Never taken, so that nothing is counted."""
 
     @property
     def kv_transfer_params(self) -> dict[str, Any] | None:

@@ -372,6 +372,7 @@ class SimEngine:
         for request, count in scheduled.items():
             if not request.finished:
                 self._advance(request, count)
+        self.role.take_stats()
         self.world.after(0.0, self._step)
 
     def _load_ended(self, request_id: str, *, failed: bool) -> None:

@@ -164,7 +164,11 @@ class Life:
         size_bytes = chance.choice((6, 10, 16, 32)) * 16384
         host = config.host.model_copy(update={"size": size_bytes})
         memory_bytes = chance.choice((16_000, 40_000, 1 << 20))
-        changes = {"memory_max": memory_bytes, "realms_max": self._realms_max()}
+        changes = {
+            "memory_max": memory_bytes,
+            "realms_max": self._realms_max(),
+            "gone_keys_max": random.Random(f"gone of {self.world.seed}").choice((0, 3, 1000)),
+        }
         limits = config.limits.model_copy(update=changes)
         return config.model_copy(update={"host": host, "limits": limits})
 

@@ -1,5 +1,7 @@
 """The shared index: the chunks that can be loaded, in memory that other processes read.
 
+It also names chunks that left the cache not long ago, so that an engine knows why it misses.
+
 Owns a memfd with a header page and two columns: `states`, one 8-byte word per slot, and `tags`. A
 tag is 16 bytes (`tag_of`): half of a chunk's key, XORed with the salt of its namespace and
 topology, so that equal keys of two realms do not meet. Each tag has two buckets of eight slots and
@@ -41,6 +43,14 @@ FLAG_HOST: Final = 1
 """The chunk can be loaded from host memory now."""
 FLAG_STORE: Final = 2
 """The object store is known to hold the chunk."""
+ANYWHERE: Final = FLAG_HOST | FLAG_STORE
+GONE_EVICTED: Final = 4
+"""No tier holds the chunk any more: it was evicted, or removed from the store. Without tier flags,
+as the next two. Only the last ones are known."""
+GONE_EXPIRED: Final = 8
+"""Its time had ended."""
+GONE_QUOTA: Final = 12
+"""It was evicted because its tenant was at its limit."""
 
 KEY_BYTES: Final = 32
 TAG_BYTES: Final = 16
@@ -50,7 +60,7 @@ SLOTS_PER_PASS: Final = 1 << 14
 """Slots copied at a time while a table grows, in about a millisecond."""
 
 _MAGIC: Final = 0x3158_4449_454B_564B  # "KVKEIDX1"
-_VERSION: Final = 1
+_VERSION: Final = 2
 _HEADER_BYTES: Final = 4096
 _WORD_BYTES: Final = 8
 _SLOT_WORDS: Final = 3

@@ -97,7 +97,7 @@ CLIENTS = (
     Mutation(
         "a chunk is served after its time",
         "HostTier.expire",
-        "self._remove(due)",
+        "self._remove(due, Gone.EXPIRED)",
         "pass",
     ),
     Mutation(

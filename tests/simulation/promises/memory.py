@@ -11,7 +11,7 @@ MEMORY = (
         "HostTier._victim",
         "chunk.pins == 0 and not chunk.busy",
         "not chunk.busy",
-        seed=3,
+        seed=2,
     ),
     Mutation(
         "a slot is evicted under a running copy",
@@ -108,7 +108,7 @@ MEMORY = (
         "_digest(self.payload(view)) if digest is None else digest",
         "view[self.checksum].tobytes() if digest is None else digest",
         ("object damaged", "store damages", "another cluster writes"),
-        seed=13,
+        seed=87,
     ),
     Mutation(
         "an object under a wrong name is taken in",
@@ -116,6 +116,7 @@ MEMORY = (
         "key is not None and meta.key != key",
         "False",
         ("objects under wrong names",),
+        seed=2,
     ),
     Mutation(
         "a damaged slot is written to the store",

@@ -1,0 +1,58 @@
+"""How long this engine takes to compute the tokens of a prompt, by how far into it they are.
+
+Attention makes a token at 30,000 dearer than the first ones, so times are kept by position, in
+powers of two. They are those of the engine's own steps, of which several may be on their way.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+from typing import Final
+
+STEPS_MAX: Final = 16
+"""Steps of each power of two that are remembered; their median counts."""
+DECODE_TOKENS_MAX: Final = 15
+"""A request with at most this many tokens in a step generates, perhaps with drafts."""
+PREFILL_TOKENS_MIN: Final = 128
+"""Steps with fewer tokens of prompts mostly decode: they say nothing about the speed of prompts."""
+PLANNED_MAX: Final = 64
+_POWERS: Final = 40
+
+
+class PrefillTimes:
+    """Seconds of a prompt's token, measured step by step."""
+
+    def __init__(self) -> None:
+        self._samples: dict[int, deque[float]] = {}
+        self._planned = deque[tuple[float, int, float]](maxlen=PLANNED_MAX)
+        self._ended = 0.0
+
+    def planned(self, now: float, work: Sequence[tuple[int, int]]) -> None:
+        """Note that a step is planned that computes (position, tokens) of these prompts."""
+        total = sum(tokens for _, tokens in work)
+        weighted = sum((position + tokens / 2) * tokens for position, tokens in work)
+        self._planned.append((now, total, weighted / total if total else 0.0))
+
+    def ended(self, now: float) -> None:
+        """Note that the output of the oldest planned step was taken."""
+        if not self._planned:
+            return
+        planned, tokens, position = self._planned.popleft()
+        # It began once the step before it had ended.
+        seconds = now - max(planned, self._ended)
+        self._ended = now
+        if tokens >= PREFILL_TOKENS_MIN and seconds > 0:
+            samples = self._samples.setdefault(_power(position), deque(maxlen=STEPS_MAX))
+            samples.append(seconds / tokens)
+
+    def seconds(self, begin: int, tokens: int) -> float:
+        """How long `tokens` from position `begin` on take; 0 before the first measurement."""
+        if not self._samples:
+            return 0.0
+        power = _power(begin + tokens / 2)
+        nearest = min(self._samples, key=lambda known: abs(known - power))
+        return tokens * median(self._samples[nearest])
+
+
+def _power(position: float) -> int:
+    return min(int(position).bit_length(), _POWERS)

@@ -1,0 +1,74 @@
+"""The documents of /prompts: the last prompts, and the tokens of all of them over time."""
+
+import time
+from typing import Any, Final
+
+from sidecar.config.sections import GpuSettings
+from sidecar.service.dispatcher import Dispatcher
+from sidecar.service.prompts import PromptLog, ReportedPrompt
+from sidecar.sessions.model_names import model_name
+
+PROMPTS_SHOWN: Final = 20
+PROMPT_WINDOWS: Final = {"10s": 10.0, "1min": 60.0, "1h": 3600.0}
+
+Document = dict[str, Any]
+
+
+class PromptDocuments:
+    """Makes them from what a sidecar's schedulers reported."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+
+    def document(self, count: int, request_id: str = "") -> Document:
+        """The last prompts, newest first; those of one request if it is named."""
+        found = self._dispatcher.prompts.last(count, request_id)
+        return {"prompts": [self._prompt(one) for one in found]}
+
+    def _prompt(self, one: ReportedPrompt) -> Document:
+        record, realms = one.record, self._dispatcher.engine.directory.realms
+        known = one.realm_id in realms
+        realm = self._dispatcher.realms[one.realm_id] if known else None
+        return {
+            "request_id": record.request_id,
+            "seconds_ago": round(time.time() - one.at, 3),
+            "engine_id": one.engine_id,
+            "model": None if realm is None else model_name({}, realm.model),
+            "tokens": dict(record.tokens),
+            "missed": record.missed.hex()[:32] or None,
+            "missed_token": record.missed_token if record.missed else None,
+            "missed_gone_seconds": one.gone_seconds,
+            "chunk_tokens": one.chunk_tokens,
+            "lookup_ms": record.lookup_us / 1000,
+            "read_ms": record.read_us / 1000,
+            "load_ms": record.load_us / 1000,
+            "saved_ms": record.saved_us / 1000,
+        }
+
+
+def prompts_summary(prompts: PromptLog, settings: GpuSettings) -> Document:
+    """Prompts since the start, their tokens over `PROMPT_WINDOWS`, and what they saved."""
+    gpu_hours = prompts.seconds.gpu / 3600
+    price = settings.hour_price
+    windows = {name: prompts.over_last(seconds) for name, seconds in PROMPT_WINDOWS.items()}
+    return {
+        "prompts": prompts.prompts,
+        "tokens": dict(prompts.tokens),
+        "saved": {
+            "seconds": round(prompts.seconds.saved, 3),
+            "seconds_spent": round(prompts.seconds.spent, 3),
+            "gpu_hours": round(gpu_hours, 6),
+            "money": round(gpu_hours * price, 4) if price else None,
+            "currency": settings.currency,
+        },
+        "last": {
+            name: {
+                "seconds": round(one.seconds, 3),
+                "prompts": one.prompts,
+                "tokens": dict(one.tokens),
+                "hit_share": one.hit_share,
+                "gpu_seconds_saved": round(one.gpu_seconds, 3),
+            }
+            for name, one in windows.items()
+        },
+    }

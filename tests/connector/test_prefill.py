@@ -1,0 +1,75 @@
+"""How long an engine takes for a token of a prompt, measured by its own steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from connector.scheduler.prefill import PREFILL_TOKENS_MIN, STEPS_MAX, PrefillTimes
+
+
+def step(times: PrefillTimes, planned: float, ended: float, *work: tuple[int, int]) -> None:
+    times.planned(planned, work)
+    times.ended(ended)
+
+
+def test_nothing_is_known_before_a_measurement() -> None:
+    times = PrefillTimes()
+    assert times.seconds(0, 100) == 0.0
+    times.planned(1.0, [(0, 512)])
+    assert times.seconds(0, 100) == 0.0
+    times.ended(1.5)
+    assert times.seconds(0, 1024) == pytest.approx(1.0)
+    # The output of a step that was never planned here.
+    times.ended(9.0)
+    assert times.seconds(0, 1024) == pytest.approx(1.0)
+
+
+def test_steps_that_decode_do_not_count() -> None:
+    times = PrefillTimes()
+    for number in range(10):
+        step(times, number, number + 0.001, *[(1000, 1)] * (PREFILL_TOKENS_MIN - 1))
+    assert times.seconds(0, 100) == 0.0
+
+
+def test_an_idle_engine_is_not_a_slow_one() -> None:
+    times = PrefillTimes()
+    for start in range(0, 100, 10):
+        step(times, start, start + 1, (0, 1000))
+    assert times.seconds(0, 1000) == pytest.approx(1.0)
+
+
+def test_steps_that_were_planned_before_the_last_one_ended() -> None:
+    """As with asynchronous scheduling, or several stages: they wait for each other."""
+    times = PrefillTimes()
+    times.planned(0.0, [(0, 1000)])
+    times.planned(0.1, [(0, 1000)])
+    times.ended(1.0)
+    times.ended(2.0)
+    assert times.seconds(0, 1000) == pytest.approx(1.0)
+
+
+def test_one_slow_step_does_not_count_for_much() -> None:
+    times = PrefillTimes()
+    for start in range(STEPS_MAX):
+        step(times, start * 100, start * 100 + (90 if start == 3 else 1), (0, 1000))
+    assert times.seconds(0, 1000) == pytest.approx(1.0)
+
+
+def test_tokens_far_into_a_prompt_are_dearer() -> None:
+    times = PrefillTimes()
+    step(times, 0, 1, (0, 2000))
+    step(times, 1, 4, (30_000, 2000))
+    assert times.seconds(0, 2000) == pytest.approx(1.0)
+    assert times.seconds(29_000, 1000) == pytest.approx(1.5)
+    # The nearest that is known.
+    assert times.seconds(100_000, 1000) == pytest.approx(1.5)
+
+
+def test_old_steps_are_forgotten() -> None:
+    times = PrefillTimes()
+    for number in range(STEPS_MAX + 1):
+        step(times, number * 10, number * 10 + (1 if number else 9), (0, 1000))
+    assert times.seconds(0, 1000) == pytest.approx(1.0)
+    for number in range(1000):
+        times.planned(number, [(0, 10)])
+    assert times.seconds(0, 1000) == pytest.approx(1.0)

@@ -1,0 +1,127 @@
+"""The index says why a chunk is in no tier any more, of the last ones that left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from sidecar.core.commands import Command, IndexSet, SessionClosed, StoreOutcome
+from sidecar.core.retention import Gone
+from sidecar.core.tenants import Quota, TenantRules, Tenants
+from sidecar.protocol import Outcome, Role
+from tests.sidecar.engine_names import RANK_0, key, layout
+from tests.sidecar.engine_world import World
+from tests.sidecar.strict_pool import StrictLRU
+from tests.sidecar.worlds import looking, make_world, no_writes
+
+pytestmark = pytest.mark.promise("prompt-tokens")
+
+TENANT = b"a tenant"
+
+
+def gone(commands: Sequence[Command]) -> dict[bytes, Gone | None]:
+    """What the index says of the chunks that these commands take out of all tiers."""
+    found = [one for one in commands if isinstance(one, IndexSet)]
+    return {one.key: one.gone for one in found if not one.in_host and not one.in_store}
+
+
+def left(world: World) -> dict[bytes, Gone]:
+    """What the index says now."""
+    return {key: why for (_, key), why in world.gone.items()}
+
+
+def test_a_chunk_that_made_room() -> None:
+    world = no_writes(slabs=2, gone_keys_max=8)
+    worker = world.open(Role.WORKER)
+    world.stored(worker, 1, [1, 2])
+    assert gone(world.store(worker, 2, [3])) == {key(1): Gone.EVICTED}
+    assert left(world) == {key(1): Gone.EVICTED}
+
+
+def test_a_chunk_that_comes_back_is_not_gone() -> None:
+    world = no_writes(slabs=1, gone_keys_max=8)
+    worker = world.open(Role.WORKER)
+    world.stored(worker, 1, [1])
+    world.stored(worker, 2, [2])
+    world.stored(worker, 3, [1])
+    assert left(world) == {key(2): Gone.EVICTED}
+    # One that the store is listed to have is there, and stays so when the memory is full.
+    world.listed({2: RANK_0})
+    assert left(world) == {}
+    for number in range(3, 13):
+        world.stored(worker, number + 1, [number])
+    assert world.index[0, key(2)] == (False, True)
+
+
+def test_only_the_last_ones_are_remembered() -> None:
+    world = no_writes(slabs=1, gone_keys_max=3)
+    worker = world.open(Role.WORKER)
+    for number in range(1, 8):
+        world.stored(worker, number, [number])
+    assert left(world) == dict.fromkeys((key(4), key(5), key(6)), Gone.EVICTED)
+    assert len(world.engine.gone) == 3
+
+
+def test_nothing_is_remembered_if_the_limit_says_so() -> None:
+    world = no_writes(slabs=1, gone_keys_max=0)
+    worker = world.open(Role.WORKER)
+    world.stored(worker, 1, [1])
+    assert gone(world.store(worker, 2, [2])) == {key(1): None}
+
+
+def test_a_chunk_whose_time_is_over() -> None:
+    world = no_writes(gone_keys_max=8)
+    worker = world.open(Role.WORKER)
+    world.stored(worker, 1, [1], ttl_seconds=5)
+    world.now = 6.0
+    assert gone(world.store(worker, 2, [2])) == {key(1): Gone.EXPIRED}
+
+
+def test_a_chunk_of_a_tenant_at_its_limit() -> None:
+    slot = layout(0).payload_bytes(2)
+    rules = TenantRules(named={TENANT: ("named", Quota(host_bytes_max=slot))})
+    world = make_world(tenants=Tenants(rules, StrictLRU), gone_keys_max=8)
+    worker = world.open(Role.WORKER)
+    world.stored(worker, 1, [1], tenant=TENANT)
+    assert gone(world.store(worker, 2, [2], tenant=TENANT)) == {}, "the store has it"
+    world = no_writes(tenants=Tenants(rules, StrictLRU), gone_keys_max=8)
+    worker = world.open(Role.WORKER)
+    world.stored(worker, 1, [1], tenant=TENANT)
+    assert gone(world.store(worker, 2, [2], tenant=TENANT)) == {key(1): Gone.QUOTA}
+
+
+def test_a_damaged_chunk_is_not_remembered() -> None:
+    world = no_writes(gone_keys_max=8)
+    worker = world.open(Role.WORKER)
+    world.stored(worker, 1, [1])
+    world.load(worker, 2, [1])
+    [scatter] = world.scatters
+    assert gone(world.copied(scatter, Outcome.CORRUPT)) == {key(1): None}
+
+
+def test_a_chunk_that_left_the_store() -> None:
+    world, _, scheduler = looking(gone_keys_max=8)
+    world.listed({1: RANK_0})
+    world.look_up(scheduler, 1, [1])
+    [read] = world.reads
+    assert gone(world.read_done(read, StoreOutcome.MISSING)) == {key(1): Gone.EVICTED}
+
+
+@pytest.mark.parametrize("home", [True, False])
+def test_a_forgotten_realm_leaves_nothing_in_an_index_that_stays(*, home: bool) -> None:
+    world = no_writes(slabs=1, gone_keys_max=8)
+    worker = world.open(Role.WORKER)
+    world.stored(worker, 1, [1])
+    world.stored(worker, 2, [2])
+    other = world.open(Role.WORKER, realm_id=1)
+    if home:
+        world.send(SessionClosed(worker))
+        assert world.forget_realms(0) == set(), "its last chunk is evicted first"
+        assert left(world) == {key(1): Gone.EVICTED}
+        assert world.forget_realms(0) == {0}
+        assert left(world) == {}
+    else:
+        world.send(SessionClosed(other))
+        assert world.forget_realms(1) == {1}
+        assert left(world) == {key(1): Gone.EVICTED}

@@ -1,0 +1,241 @@
+"""`kvlake top` and `kvlake explain` of a running sidecar: what is drawn equals its metrics."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sidecar.cli import main
+from sidecar.cli.top import Seen, View, _as_text, _order
+from sidecar.protocol.prompts import PromptOutcome, PromptRecord, Prompts
+from tests.sidecar.client import WAIT_SECONDS_MAX, RunningSidecar, Scheduler, config_in
+
+pytestmark = pytest.mark.promise("prompt-tokens")
+
+RECORDS = [
+    PromptRecord(
+        "cmpl-1",
+        {PromptOutcome.HOST: 600, PromptOutcome.EVICTED: 200, PromptOutcome.TAIL: 10},
+        bytes(32),
+        600,
+        load_us=10_000,
+        saved_us=2_010_000,
+    ),
+    PromptRecord("cmpl-2", {PromptOutcome.LOCAL: 100, PromptOutcome.NEW: 100}),
+]
+
+
+@pytest.fixture
+def sidecar(short_directory: Path) -> Iterator[RunningSidecar]:
+    config = config_in(short_directory, gpu={"hour_price": 3600, "currency": "EUR"})
+    with RunningSidecar(config) as sidecar, Scheduler(sidecar.path) as scheduler:
+        scheduler.send(Prompts(scheduler.epoch, RECORDS))
+        sidecar.wait_until(lambda status: status["prompts"]["prompts"] == len(RECORDS))
+        yield sidecar
+
+
+def metric(sidecar: RunningSidecar, outcome: str, reason: str = "") -> float:
+    labels = f'outcome="{outcome}",reason="{reason}"'
+    text = sidecar.get("/metrics").decode()
+    found = re.search(rf"^kvlake_prompt_tokens_total\{{{labels}\}} (\S+)$", text, re.MULTILINE)
+    assert found is not None
+    return float(found[1])
+
+
+def test_the_sums_are_in_metrics_and_status(sidecar: RunningSidecar) -> None:
+    assert metric(sidecar, "host") == 600
+    assert metric(sidecar, "local") == 100
+    assert metric(sidecar, "computed", "evicted") == 200
+    assert metric(sidecar, "computed", "late") == 0
+    text = sidecar.get("/metrics").decode()
+    for line in (
+        "kvlake_prompts_total 2.0",
+        "kvlake_prefill_seconds_saved_total 2.01",
+        "kvlake_prefill_seconds_spent_total 0.01",
+    ):
+        assert f"\n{line}\n" in text
+    assert "\nkvlake_gpu_seconds_saved " in text
+    prompts = sidecar.status()["prompts"]
+    assert prompts["saved"]["money"] == pytest.approx(2.0)
+    assert prompts["last"]["1h"]["hit_share"] == 0.7
+
+
+def test_status_begins_with_whether_it_helps(
+    sidecar: RunningSidecar, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", "--url", sidecar.info.http_url]) == 0
+    first, second, third = capsys.readouterr().out.splitlines()[:3]
+    assert first.startswith("70% of 1,010 prompt tokens in the last ")
+    assert "(local 10%, host 60%, store 0%, other 0%)" in first
+    assert second.startswith("20% were computed because of evicted: they had left host memory")
+    assert third.endswith(
+        "2.0 s of computing were saved, after 0.0 s for lookups and loads: 0.00 GPU-hours, 2.00 EUR"
+    )
+
+
+def test_a_request_is_explained(
+    sidecar: RunningSidecar, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = ["--url", sidecar.info.http_url]
+    assert main(["explain", *url]) == 0
+    assert "cmpl-2  200 tokens" in capsys.readouterr().out
+    assert main(["explain", "cmpl-1", *url]) == 0
+    out = capsys.readouterr().out
+    assert "200     25%  computed: they had left host memory" in out
+    assert "begins at token 600" in out
+    assert main(["explain", "--last", "5", "--json", *url]) == 0
+    shown = json.loads(capsys.readouterr().out)["prompts"]
+    assert [one["request_id"] for one in shown] == ["cmpl-2", "cmpl-1"]
+    assert main(["explain", "nobody", *url]) == 1
+    assert "limits.prompts_kept" in capsys.readouterr().err
+
+
+def test_the_address_refuses_a_query_that_it_does_not_understand(sidecar: RunningSidecar) -> None:
+    with pytest.raises(OSError, match="400"):
+        sidecar.get("/prompts?last=many")
+
+
+def test_one_picture_of_one_sidecar(
+    sidecar: RunningSidecar, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["top", "--once", "--url", sidecar.info.http_url]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 24
+    text = "\n".join(lines)
+    assert re.search(r"host memory +60% +60% +60%", text)
+    assert re.search(r"computed +30% +30% +30%", text)
+    assert "20% evicted: they had left host memory" in text
+    assert "is it healthy?" in text
+    assert main(["top", "--json", "--url", sidecar.info.http_url]) == 0
+    (one,) = json.loads(capsys.readouterr().out)
+    assert one["status"]["prompts"]["tokens"]["host"] == 600
+
+
+def test_the_worst_of_several_sidecars_comes_first(
+    sidecar: RunningSidecar, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dead = "http://127.0.0.1:9"
+    assert main(["top", "--once", "--url", sidecar.info.http_url, "--url", dead]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    shown = [line for line in lines if "127.0.0.1" in line]
+    assert re.match(r"127\.0\.0\.1:9 +no answer", shown[0])
+    assert "70%" in shown[1]
+    assert max(map(len, lines)) <= 80
+    assert main(["top", "--once", "--url", dead]) == 1
+
+
+def test_the_order_of_sidecars() -> None:
+    def seen(url: str, share: float | None, **status: object) -> Seen:
+        last = {"1min": {"hit_share": share}}
+        return Seen(url, {"ready": True, "problems": [], "prompts": {"last": last}, **status})
+
+    ones = [
+        Seen("f", None, "no answer"),
+        seen("e", 0.9, ready=False),
+        seen("d", 0.9, problems=[{}]),
+        seen("c", 0.1),
+        seen("b", 0.5),
+        seen("a", None),
+    ]
+    assert [one.url for one in sorted(ones, key=lambda one: _order(one, "health"))] == [*"fedcba"]
+    assert [one.url for one in sorted(ones, key=lambda one: _order(one, "hits"))] == [*"cbdeaf"]
+    assert [one.url for one in sorted(ones, key=lambda one: _order(one, "name"))] == [*"abcdef"]
+
+
+def test_without_a_terminal_it_asks_for_once(
+    sidecar: RunningSidecar, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["top", "--url", sidecar.info.http_url]) == 2
+    assert "use --once" in capsys.readouterr().err
+
+
+def test_the_pages_of_a_picture(sidecar: RunningSidecar) -> None:
+    seen = [Seen("http://one", sidecar.status())]
+    assert "what is in it?" in _as_text(seen, View(page="3"))
+    assert "does it help?" not in _as_text(seen, View(page="2"))
+    assert "paused" in _as_text(seen, View(paused=True))
+
+
+class Terminal:
+    """A terminal of 80 by 24 with a process in it."""
+
+    def __init__(self, *command: str) -> None:
+        self._master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self.before = termios.tcgetattr(slave)
+        self._slave = slave
+        environment = {**os.environ, "TERM": "xterm-256color"}
+        self.process = subprocess.Popen(
+            command, stdin=slave, stdout=slave, stderr=slave, env=environment
+        )
+        self._read = ""
+
+    def until(self, text: str) -> str:
+        """What was drawn until this text was, from the last time on."""
+        deadline = time.monotonic() + WAIT_SECONDS_MAX
+        while text not in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self._read):
+            assert time.monotonic() < deadline, self._read
+            if select.select([self._master], [], [], 0.1)[0]:
+                self._read += os.read(self._master, 65536).decode(errors="replace")
+        shown, self._read = self._read, ""
+        return shown
+
+    def press(self, key: str) -> None:
+        os.write(self._master, key.encode())
+
+    def hang_up(self) -> None:
+        os.close(self._slave)
+        os.close(self._master)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.hang_up()
+
+    @property
+    def settings(self) -> list[object]:
+        return termios.tcgetattr(self._slave)
+
+
+def test_keys_in_a_terminal(sidecar: RunningSidecar) -> None:
+    command = (sys.executable, "-P", "-m", "sidecar.cli", "top", "--url", sidecar.info.http_url)
+    terminal = Terminal(*command)
+    try:
+        terminal.until("does it help?")
+        terminal.press("3")
+        terminal.until("what is in it?")
+        terminal.press("p")
+        terminal.until("paused")
+        terminal.press("s")
+        terminal.until("s sort: hits")
+        terminal.press("q")
+        assert terminal.process.wait(WAIT_SECONDS_MAX) == 0
+        assert terminal.settings == terminal.before
+    finally:
+        terminal.close()
+
+
+def test_it_ends_with_its_terminal(sidecar: RunningSidecar) -> None:
+    command = (sys.executable, "-P", "-m", "sidecar.cli", "top", "--url", sidecar.info.http_url)
+    terminal = Terminal(*command)
+    try:
+        terminal.until("does it help?")
+        terminal.hang_up()
+        terminal.process.wait(WAIT_SECONDS_MAX)
+    finally:
+        terminal.process.kill()
+        terminal.process.wait()
