@@ -7,6 +7,8 @@
 #   make test-source SOURCE=0.33.0  the same on CPUs of a release that is published for CUDA alone
 #   make durations  make test, and records in tests/durations.json how long each file of tests takes
 #   make promises writes docs/evidence/traceability.md: which test shows which promise
+#   make metrics-page
+#                 writes docs/reference/all-metrics.md: all metrics
 #   make nightly  everything that make test leaves out, in stages that can be resumed
 #   make check    format, lint, types, import rules, and the fast tests
 #   make bench    the benchmarks
@@ -230,6 +232,11 @@ fuzz: setup
 .PHONY: promises
 promises: setup
 	@$(BIN)/python -m tests.promises
+
+# All metrics: docs/reference/all-metrics.md, from the tables in the code.
+.PHONY: metrics-page
+metrics-page: setup
+	@$(BIN)/python -m tests.metrics_page
 
 clean:
 	@rm -rf .venv .venv-[0-9]* build dist fuzz-findings *.egg-info deploy/*/build deploy/*/*.egg-info .coverage .hypothesis .import_linter_cache \

@@ -8,7 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from connector.scheduler.outcomes import PREFIX
+from connector.scheduler.outcomes import HELP, PREFIX
 from connector.scheduler.stats import Stats
 from sidecar.protocol.prompts import PromptOutcome
 
@@ -58,8 +58,7 @@ class KVLakePromMetrics(KVConnectorPromMetrics):
             }
         tokens = self._counter_cls(
             name="vllm:kvlake_prompt_tokens",
-            documentation="kvlake: prompt tokens by where their KV came from, and the computed ones"
-            " by reason. All together are vllm:prompt_tokens_total.",
+            documentation=f"kvlake: {HELP}.",
             labelnames=[*labelnames, "outcome", "reason"],
         )
         for outcome in PromptOutcome:

@@ -23,6 +23,10 @@ from sidecar.protocol.prompts import (
 
 PREFIX: Final = "prompt_tokens/"
 """How the names of these counts begin in vLLM's statistics."""
+HELP: Final = (
+    "Prompt tokens by where their KV came from, and the computed ones by reason. All together are"
+    " vllm:prompt_tokens_total"
+)
 
 
 class Computed(NamedTuple):

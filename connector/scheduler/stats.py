@@ -25,7 +25,7 @@ class Stats:
     loads_failed: int = _counter("Loads of requests that failed; their tokens were computed")
     loads_expired: int = _counter("Failed loads whose deadline passed, each rank counted")
     lookups_sent: int = _counter("Requests for which the sidecar was to read the object store")
-    lookups_expired: int = _counter("Of these, requests not answered within limits.lookup_wait")
+    lookups_expired: int = _counter("Lookups that were not answered within limits.lookup_wait")
     chunks_stored: int = _counter(
         "Chunks that the engine set out to store. The sidecar counts those that were stored as"
         " kvlake_chunks_stored_total"

@@ -177,11 +177,24 @@ def _add_node_commands(commands: _Commands) -> None:
         "--url", type=_address, action="append", help="address of a sidecar; may be repeated"
     )
     top.add_argument("--config", type=Path, metavar="FILE", help=_CONFIG_HELP)
-    top.add_argument("--once", action="store_true", help="print one picture and end")
-    top.add_argument(
-        "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="(default: 1)"
+    top.set_defaults(targets=None)
+    _add_drawing_options(top)
+    fleet = _command(
+        commands,
+        "fleet",
+        "top",
+        help="watch many sidecars, a line each, the worst first",
+        description="As `kvlake top` for all sidecars that a file or a name in DNS lists.",
+        parents=[_JSON],
     )
-    _add_asking_options(top)
+    fleet.add_argument(
+        "--targets",
+        required=True,
+        metavar="FILE|dns:NAME:PORT",
+        help="a file with one HOST:PORT a line, or a name with an address for each sidecar",
+    )
+    fleet.set_defaults(url=None, config=None)
+    _add_drawing_options(fleet, timeout=1.0)
     inspect = _command(
         commands,
         "inspect",
@@ -323,9 +336,21 @@ def _add_sidecar_options(to: argparse.ArgumentParser, *, where: Any) -> None:
     _add_asking_options(to)
 
 
-def _add_asking_options(to: argparse.ArgumentParser) -> None:
+def _add_drawing_options(to: argparse.ArgumentParser, timeout: float = 5.0) -> None:
+    to.add_argument("--once", action="store_true", help="print one picture and end")
     to.add_argument(
-        "--timeout", type=_seconds, default=5.0, metavar="SECONDS", help="longest wait (default: 5)"
+        "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="(default: 1)"
+    )
+    _add_asking_options(to, timeout)
+
+
+def _add_asking_options(to: argparse.ArgumentParser, timeout: float = 5.0) -> None:
+    to.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=timeout,
+        metavar="SECONDS",
+        help=f"longest wait (default: {timeout:g})",
     )
     to.add_argument(
         "--token-file",

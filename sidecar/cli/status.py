@@ -75,7 +75,10 @@ def _helps(document: Document) -> str:
             f"{saved['gpu_hours']:,.2f} GPU-hours{worth}"
         )
     if tokens.get("evicted", 0) * THRASHING > total and not tokens.get("host"):
-        lines.append("host hit rate 0%, and prompts return after eviction: host.size is too small")
+        lines.append(
+            f"host hit rate 0%; {tokens['evicted']:,} tokens were evicted before reuse: host.size "
+            "is too small"
+        )
     return "\n".join(lines)
 
 
@@ -85,8 +88,8 @@ def _head(document: Document) -> str:
     )
     lines = [f"kvlake {version} '{name}': {state}, up {_uptime(document)}, pid {pid}"]
     store = _section(_section(document, "tiers"), "store")
-    if store.get("state") not in (None, "ok"):
-        lines.append(f"  object store is {store['state']}: {store.get('reason', '')}")
+    problems: list[Document] = document.get("problems", [])
+    lines += [f"  {one.get('code', '?')}: {one.get('reason', '')}" for one in problems]
     paused = [way for way in ("reads", "writes") if store.get(way, "closed") != "closed"]
     if paused:
         lines.append(f"  {' and '.join(paused)} of the object store pause: it fails too often")

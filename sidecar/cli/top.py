@@ -12,11 +12,10 @@ import termios
 import time
 import tty
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -25,26 +24,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from sidecar.cli.client import SidecarClient, client_of
 from sidecar.cli.console import CommandError, Document, NoAnswer, Options, duration, show
 from sidecar.cli.explain import MEANINGS
+from sidecar.cli.fleet import SORTS, Fleet, Seen, per_second, summary, table_of
 from tiers.sizes import approximate_size
 
 SOURCES: Final = {"local": "engine", "host": "host memory", "store": "object store"}
 COMPUTED: Final = "computed"
 WINDOWS: Final = ("10s", "1min", "1h")
 LOST_SHOWN: Final = 3
-SORTS: Final = ("health", "hits", "name")
 _BAR: Final = 20
-
-
-class Seen(NamedTuple):
-    """What one sidecar answered."""
-
-    url: str
-    status: Document | None
-    problem: str = ""
-    """Why it did not answer."""
 
 
 @dataclass(slots=True)
@@ -70,35 +59,19 @@ def main(options: Options) -> None:
     """Draw until `q`, or once."""
     if options.url and options.config:
         raise CommandError("--url and --config exclude each other: give one of them")
-    clients = [client_of(_with_url(options, url)) for url in options.url or [None]]
-    with ThreadPoolExecutor(len(clients)) as threads:
-
-        def ask() -> list[Seen]:
-            return list(threads.map(_ask, clients))
-
+    with Fleet(options) as fleet:
         if options.once or options.json:
-            seen = ask()
+            seen = fleet.ask()
             documents = [one._asdict() for one in seen]
             show(documents, lambda _: _as_text(seen, View()), as_json=options.json)
             if all(one.status is None for one in seen):
-                raise NoAnswer(seen[0].problem)
+                raise NoAnswer(seen[0].problem if seen else f"{options.targets} names no sidecar")
             return
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
             raise CommandError("top draws on a terminal; use --once, or --json, without one")
         # An error: the terminal is gone.
         with suppress(OSError, termios.error):
-            _run(ask, options.interval)
-
-
-def _with_url(options: Options, url: str | None) -> Options:
-    return Options(**{**vars(options), "url": url})
-
-
-def _ask(client: SidecarClient) -> Seen:
-    try:
-        return Seen(client.url, client.get("/status"))
-    except NoAnswer as error:
-        return Seen(client.url, None, str(error))
+            _run(fleet.ask, options.interval)
 
 
 def _run(ask: Callable[[], list[Seen]], interval: float) -> None:
@@ -139,8 +112,12 @@ def frame(seen: Sequence[Seen], view: View) -> Group:
     footer = Text(f"1 help  2 health  3 contents  s sort: {SORTS[view.sort]}  p pause  q quit")
     if view.paused:
         footer.append("  paused", "bold yellow")
-    if len(seen) > 1:
-        return Group(_fleet(seen, view), footer)
+    if len(seen) != 1:
+        return Group(
+            Text(summary(seen), "bold", overflow="ellipsis", no_wrap=True),
+            table_of(seen, SORTS[view.sort]),
+            footer,
+        )
     (one,) = seen
     if one.status is None:
         return Group(Panel(one.problem, title=one.url), footer)
@@ -167,9 +144,9 @@ def _help(status: Document) -> Panel:
         cells = [f"{100 * _share(windows[name]['tokens'], names):.0f}%" for name in WINDOWS]
         bar = ProgressBar(total=1.0, completed=_share(minute, names), width=_BAR)
         table.add_row(text, *cells, bar)
-    rates = [f"{_per_second(windows[name], 'tokens'):,.0f}" for name in WINDOWS]
+    rates = [f"{per_second(windows[name], 'tokens'):,.0f}" for name in WINDOWS]
     table.add_row("tokens per second", *rates, "")
-    saved = [f"{_per_second(windows[name], 'gpu_seconds_saved'):.2f}" for name in WINDOWS]
+    saved = [f"{per_second(windows[name], 'gpu_seconds_saved'):.2f}" for name in WINDOWS]
     table.add_row("GPU seconds saved per second", *saved, "")
     lost = sorted(_computed_of(minute), key=lambda name: -minute[name])
     lines = [
@@ -188,13 +165,6 @@ def _computed_of(tokens: dict[str, int]) -> tuple[str, ...]:
 def _share(tokens: dict[str, int], names: Sequence[str]) -> float:
     total = sum(count for name, count in tokens.items() if name != "tail")
     return sum(tokens.get(name, 0) for name in names) / total if total else 0.0
-
-
-def _per_second(window: Document, what: str) -> float:
-    count = window[what]
-    total: float = sum(count.values()) if isinstance(count, dict) else count
-    seconds: float = window["seconds"]
-    return total / max(seconds, 1.0)
 
 
 def _health(status: Document) -> Panel:
@@ -236,41 +206,3 @@ def _contents(status: Document) -> Panel:
             f"{realm['chunks_in_store']:,}",
         )
     return Panel(Group(Text("\n".join(lines)), table), title="what is in it?")
-
-
-def _fleet(seen: Sequence[Seen], view: View) -> Table:
-    table = Table(box=None, expand=True, pad_edge=False)
-    for title in ("sidecar", "state", "version", "hits", "saved", "host"):
-        table.add_column(title, no_wrap=True)
-    # In what is left of the line.
-    table.add_column("problems", no_wrap=True, overflow="ellipsis", ratio=1)
-    for one in sorted(seen, key=lambda one: _order(one, SORTS[view.sort])):
-        name = one.url.partition("://")[2]
-        if one.status is None:
-            table.add_row(name, "no answer", "", "", "", "", one.problem)
-            continue
-        minute, host = one.status["prompts"]["last"]["1min"], one.status["tiers"]["host"]
-        share = minute["hit_share"]
-        table.add_row(
-            name,
-            one.status["state"],
-            one.status["version"],
-            "-" if share is None else f"{100 * share:.0f}%",
-            f"{_per_second(minute, 'gpu_seconds_saved'):.2f}",
-            f"{100 * host['used_bytes'] / max(1, host['size_bytes']):.0f}%",
-            ", ".join(problem["code"] for problem in one.status.get("problems", [])),
-        )
-    return table
-
-
-def _order(one: Seen, by: str) -> tuple[object, ...]:
-    """Worst first: no answer, not ready, with problems, and then the lowest share of hits."""
-    if by == "name":
-        return (one.url,)
-    status = one.status or {}
-    share = status.get("prompts", {}).get("last", {}).get("1min", {}).get("hit_share")
-    hits = 1.0 if share is None else share
-    if by == "hits":
-        return (status == {}, hits, one.url)
-    problems = len(status.get("problems", []))
-    return (bool(status), bool(status.get("ready")), -problems, hits, one.url)

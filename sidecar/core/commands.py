@@ -280,6 +280,8 @@ class Reply(msgspec.Struct, frozen=True):
 
     session_id: int
     message: ServerMessage
+    waited_seconds: float | None = None
+    """How long a lookup took until this answer."""
 
 
 class IndexSet(msgspec.Struct, frozen=True):

@@ -99,7 +99,8 @@ class Lookups(CorePart):
         cost = lookup_cost(realms[0], len(message.keys))
         if not self._admit(session_id, own, cost):
             self._counters.lookups_refused += 1
-            self._reply(session_id, message.lookup_id, 0, Outcome.FULL)
+            done = LookupDone(self._epoch, message.lookup_id, 0, Outcome.FULL)
+            self._emit(Reply(session_id, done))
             return
         chunks, outcome = self._run(realms, message)
         fitting = self._pins.fitting(session_id, chunks)
@@ -257,10 +258,8 @@ class Lookups(CorePart):
                 credit.spend(lookup.loses_from, self.now)
         if ready == 0:
             self._end(lookup)
-        self._reply(lookup.session_id, lookup.lookup_id, ready, outcome)
-
-    def _reply(self, session_id: int, lookup_id: int, ready: int, outcome: Outcome) -> None:
-        self._emit(Reply(session_id, LookupDone(self._epoch, lookup_id, ready, outcome)))
+        done = LookupDone(self._epoch, lookup.lookup_id, ready, outcome)
+        self._emit(Reply(lookup.session_id, done, self.now - lookup.asked))
 
     def _end(self, lookup: OpenLookup) -> None:
         """End a lookup and its pins, without an answer."""

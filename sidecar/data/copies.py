@@ -27,7 +27,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar, cast
 
 import anyio
@@ -35,9 +35,10 @@ import numpy as np
 import numpy.typing as npt
 
 from sidecar.core.commands import Copied, Gather, Scatter
+from sidecar.data.transfer_times import Kind, TransferTimes
 from sidecar.logs import fields, traceback_end
 from sidecar.protocol import Outcome
-from sidecar.sessions.namespaces import RankLayout
+from sidecar.sessions.namespaces import RankLayout, RealmLayout
 from sidecar.sessions.session import Session
 from sidecar.sessions.worker_memory import WorkerMemory
 from tiers.errors import ChunkCorrupt
@@ -71,11 +72,18 @@ class CopyGroup:
     """Monotonic seconds after which the group must not start."""
     part: int = 0
     """The worker's KV cache group that the chunks are of."""
+    arrived: float = field(default_factory=time.monotonic)
+    """When its job arrived (monotonic seconds)."""
 
     @property
     def region(self) -> Region:
         """That KV cache group in the worker's memory."""
         return self.memory.regions[self.part]
+
+    @property
+    def realm(self) -> RealmLayout:
+        """The realm that the chunks are of."""
+        return self.session.realms[self.part]
 
     @property
     def job_id(self) -> int:
@@ -91,6 +99,12 @@ class CopyGroup:
     def is_load(self) -> bool:
         """Whether it writes to the worker's memory."""
         return isinstance(self.commands[0], Scatter)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes to copy."""
+        layout = self.rank.layout
+        return sum(layout.payload_bytes(len(command.block_ids)) for command in self.commands)
 
     @property
     def may_start(self) -> bool:
@@ -227,6 +241,7 @@ class Copies:
         self._limiter = anyio.CapacityLimiter(threads)
         self._finished = finished
         self.queue = CopyQueue()
+        self.times = TransferTimes()
         self._ready = anyio.Semaphore(0)
         self._arrived = anyio.Event()
         self._poll_seconds = FENCE_POLL_SECONDS_MIN
@@ -314,6 +329,10 @@ class Copies:
                 # tries again until the deadline.
                 self._retry(group)
             else:
+                if all(one.outcome is Outcome.OK for one in ended):
+                    kind, realm = Kind.LOAD if group.is_load else Kind.STORE, group.realm
+                    seconds = time.monotonic() - group.arrived
+                    self.times.ended(kind, realm, seconds, group.num_bytes)
                 self._finished(ended)
 
     def _retry(self, group: CopyGroup) -> None:

@@ -46,6 +46,7 @@ from sidecar.core.commands import (
 from sidecar.data.copies import Copies, CopyGroup
 from sidecar.data.index_writer import IndexUpdater
 from sidecar.data.read import SegmentReader
+from sidecar.data.transfer_times import Kind
 from sidecar.logs import fields
 from sidecar.protocol import Outcome, ServerMessage
 from sidecar.sessions.namespaces import RealmLayout, Realms
@@ -113,6 +114,9 @@ class Executor:
                     job = (command.session_id, command.job_id, command.realm_id, type(command))
                     groups.setdefault(job, []).append(command)
                 case Reply():
+                    session = self._sessions.get(command.session_id)
+                    if session is not None and command.waited_seconds is not None:
+                        self._copies.times.answered(session.realm, command.waited_seconds)
                     self._reply(command.session_id, command.message)
                 case IndexSet():
                     self.indexes.set(self._realms[command.realm_id].indexed_in, command)
@@ -170,7 +174,10 @@ class Executor:
             await self._give_way()
             if command.verify:
                 await run_to_end(lambda: template.verify_payload(image), self._verifying)
+            begun = time.monotonic()
             await self._store.write(name, image)
+            seconds = time.monotonic() - begun
+            self._copies.times.ended(Kind.WRITE, realm, seconds, template.image_bytes)
             written_at = self._announce(command, realm, template.image_bytes)
             outcome = StoreOutcome.OK
         except ChunkCorrupt as error:
@@ -221,7 +228,12 @@ class Executor:
         realm = self._realms[command.realm_id]
         slot_bytes = realm.ranks[command.rank].templates.slot_bytes
         slot = self._pool[command.slot : command.slot + slot_bytes]
-        self._feed(await self._reader.read(realm, command, slot))
+        begun = time.monotonic()
+        done = await self._reader.read(realm, command, slot)
+        if done.outcome is StoreOutcome.OK:
+            seconds = time.monotonic() - begun
+            self._copies.times.ended(Kind.READ, realm, seconds, done.num_bytes)
+        self._feed(done)
 
     async def _quarantine(self, name: str) -> None:
         try:

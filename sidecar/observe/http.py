@@ -1,4 +1,4 @@
-"""HTTP: /metrics, /healthz, /readyz, /status, /host, /prompts. On loopback, or with a token.
+"""HTTP: metrics, health, and documents about the sidecar. On loopback, or with a token.
 
 Owns the listening TCP socket, its connections and their limits, the routes, and authorization. Does
 not own the documents (`metrics.py`, `status.py`, `host_contents.py`, `service/watchdog.py`).
@@ -288,10 +288,15 @@ async def _prompts(documents: Documents, request: web.Request) -> web.Response:
     return _json(documents.prompts.document(int(last), request.query.get("request", "")))
 
 
+async def _history(documents: Documents, _: web.Request) -> web.Response:
+    return _json(documents.status.history.document(), indent=None)
+
+
 _GUARDED: Final = {
     "/metrics": _metrics,
     "/status": _status,
     "/prompts": _prompts,
+    "/history": _history,
     "/host": _host_usage,
     "/host/chunks": _host_chunks,
 }

@@ -15,12 +15,19 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import ProcessCollector
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from sidecar import version
 from sidecar.core.breaker import BreakerState
 from sidecar.core.tenants import OTHER
+from sidecar.data.transfer_times import TransferTimes
 from sidecar.protocol.prompts import PromptOutcome
 from sidecar.service.dispatcher import Dispatcher, SharedStore
 from sidecar.service.uncached import REASONS
@@ -30,6 +37,7 @@ from tiers.catalog.usage import Usage
 from tiers.store.middleware import OPERATIONS
 
 PREFIX: Final = "kvlake_"
+BYTES: Final = "_bytes"
 
 GAUGES: Final = {
     "info{version}": "The running release; always 1",
@@ -47,8 +55,10 @@ GAUGES: Final = {
     "leases": "Pins held for loads",
     "lookups_waiting": "Lookups that pin chunks or wait for them",
     "pending{kind}": "Work in progress, by kind",
-    "waiting{kind}": "Queued work, by kind; memory as it is accounted",
-    "waiting_max{kind}": "Limit of queued work, by kind",
+    "waiting{kind}": "Queued work that is counted, by kind",
+    "waiting_max{kind}": "Limit of kvlake_waiting, by kind",
+    "waiting_bytes{kind}": "Memory of queued and pinned work as it is accounted, by kind",
+    "waiting_bytes_max{kind}": "Limit of kvlake_waiting_bytes, by kind",
     "tenant_host_bytes{tenant}": "Bytes of slots that hold parts of a tenant",
     "tenant_host_bytes_max{tenant}": "Limit of tenant_host_bytes, 0: none",
     "tenant_store_bytes{tenant}": "Bytes of objects of a tenant in the catalogs",
@@ -179,8 +189,8 @@ COUNTERS: Final = {
     "collection_leftovers_removed": "Damaged objects and abandoned probes deleted",
     "sessions_opened": "Clients that attached",
     "prompts": "Prompts whose first token was generated, as schedulers report them",
-    "prompt_tokens{outcome,reason}": "Tokens of these prompts, by where their KV came from, and the"
-    " computed ones by reason",
+    "prompt_tokens{model_name,outcome,reason}": "Tokens of these prompts, by where their KV came"
+    " from, and the computed ones by reason",
     "prefill_seconds_saved": "Seconds that computing the loaded tokens would have taken, at the"
     " speed that each engine measured for itself",
     "prefill_seconds_spent": "Seconds that lookups, waiting for the store, and loads took",
@@ -198,6 +208,14 @@ COUNTERS: Final = {
     "event_replays_dropped": "Requests for a replay or snapshot that were not answered completely",
 }
 
+HISTOGRAMS: Final = {
+    "transfer_seconds{kind,model_name}": "Time of transfers that succeeded. load and store: chunks"
+    " of one request, rank and KV cache group between an engine and host memory, from the job's"
+    " arrival to the end of the copy. read and write: one part of a chunk, from and to the store",
+    "transfer_bytes{kind,model_name}": "Size of the transfers in kvlake_transfer_seconds",
+    "lookup_wait_seconds{model_name}": "Time from the arrival of a lookup to its answer",
+}
+
 Values = dict[str, float | Mapping[Any, float]]
 """By name of the metric: one value, or one for each value of the label (each tuple of values)."""
 
@@ -211,6 +229,7 @@ class SidecarMetrics(Collector):
         self._dispatcher = dispatcher
         self._watchdog = watchdog
         self._http_refused = http_refused
+        self._process = ProcessCollector(registry=None)
 
     def collect(self) -> Iterator[Metric]:
         """Every metric, as of now."""
@@ -219,16 +238,34 @@ class SidecarMetrics(Collector):
             values |= read(self._dispatcher)
         for family, table in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
             for row, help_text in table.items():
-                name, _, labels = row.rstrip("}").partition("{")
+                name, labels = name_of(row)
                 if name not in values:
                     continue
                 value = values.pop(name)
-                metric = family(PREFIX + name, help_text, labels=labels.split(",") * bool(labels))
+                metric = family(PREFIX + name, help_text + ".", labels=labels)
                 by_label = value if isinstance(value, Mapping) else {(): value}
                 for label, number in by_label.items():
                     metric.add_metric([label] if isinstance(label, str) else label, number)
                 yield metric
+        yield from _histograms(self._dispatcher.copies.times)
+        yield from self._process.collect()
         assert not values, f"the table lacks {sorted(values)}"
+
+
+def name_of(row: str) -> tuple[str, list[str]]:
+    """The name and the labels of a row of a table."""
+    name, _, labels = row.rstrip("}").partition("{")
+    return name, labels.split(",") if labels else []
+
+
+def _histograms(times: TransferTimes) -> Iterator[Metric]:
+    lookups = {(model,): one for model, one in times.lookups.items()}
+    for row, series in zip(HISTOGRAMS, (times.seconds, times.num_bytes, lookups), strict=True):
+        name, labels = name_of(row)
+        metric = HistogramMetricFamily(PREFIX + name, HISTOGRAMS[row] + ".", labels=labels)
+        for values, one in series.items():
+            metric.add_metric(values, one.buckets(), one.total)
+        yield metric
 
 
 def _fields(prefix: str, counts: Any) -> Values:
@@ -249,14 +286,29 @@ def _engine(dispatcher: Dispatcher) -> Values:
         "leases": len(engine.leases),
         "lookups_waiting": len(engine.lookups),
         "pending": dataclasses.asdict(engine.pending_work()),
-        "waiting": {name: share.used for name, share in shares.items()},
-        "waiting_max": {name: share.limit for name, share in shares.items()},
+        **_shares("waiting", {name: share.used for name, share in shares.items()}),
+        **_shares("waiting_max", {name: share.limit for name, share in shares.items()}),
         "refused": dict(engine.shares.refused),
         "prompts": prompts.prompts,
         "prefill_seconds_saved": prompts.seconds.saved,
         "prefill_seconds_spent": prompts.seconds.spent,
         "gpu_seconds_saved": prompts.seconds.gpu,
-        "prompt_tokens": {outcome.labels: prompts.tokens[outcome] for outcome in PromptOutcome},
+        "prompt_tokens": {
+            (model, *outcome.labels): tokens[outcome]
+            for model, tokens in prompts.tokens_by_model.items()
+            for outcome in PromptOutcome
+        },
+    }
+
+
+def _shares(name: str, values: Mapping[str, float]) -> Values:
+    """What is counted, and what is in bytes, apart."""
+    in_bytes = {kind for kind in values if kind.endswith(BYTES)}
+    return {
+        name: {kind: values[kind] for kind in values.keys() - in_bytes},
+        name.replace("waiting", "waiting_bytes"): {
+            kind.removesuffix(BYTES): values[kind] for kind in in_bytes
+        },
     }
 
 

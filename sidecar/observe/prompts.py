@@ -3,10 +3,9 @@
 import time
 from typing import Any, Final
 
-from sidecar.config.sections import GpuSettings
+from sidecar.observe.history import History
 from sidecar.service.dispatcher import Dispatcher
-from sidecar.service.prompts import PromptLog, ReportedPrompt
-from sidecar.sessions.model_names import model_name
+from sidecar.service.prompts import ReportedPrompt
 
 PROMPTS_SHOWN: Final = 20
 PROMPT_WINDOWS: Final = {"10s": 10.0, "1min": 60.0, "1h": 3600.0}
@@ -26,14 +25,12 @@ class PromptDocuments:
         return {"prompts": [self._prompt(one) for one in found]}
 
     def _prompt(self, one: ReportedPrompt) -> Document:
-        record, realms = one.record, self._dispatcher.engine.directory.realms
-        known = one.realm_id in realms
-        realm = self._dispatcher.realms[one.realm_id] if known else None
+        record = one.record
         return {
             "request_id": record.request_id,
             "seconds_ago": round(time.time() - one.at, 3),
             "engine_id": one.engine_id,
-            "model": None if realm is None else model_name({}, realm.model),
+            "model": one.model,
             "tokens": dict(record.tokens),
             "missed": record.missed.hex()[:32] or None,
             "missed_token": record.missed_token if record.missed else None,
@@ -46,11 +43,12 @@ class PromptDocuments:
         }
 
 
-def prompts_summary(prompts: PromptLog, settings: GpuSettings) -> Document:
+def prompts_summary(dispatcher: Dispatcher, history: History) -> Document:
     """Prompts since the start, their tokens over `PROMPT_WINDOWS`, and what they saved."""
+    prompts, settings = dispatcher.prompts, dispatcher.config.gpu
     gpu_hours = prompts.seconds.gpu / 3600
     price = settings.hour_price
-    windows = {name: prompts.over_last(seconds) for name, seconds in PROMPT_WINDOWS.items()}
+    windows = {name: history.over_last(seconds) for name, seconds in PROMPT_WINDOWS.items()}
     return {
         "prompts": prompts.prompts,
         "tokens": dict(prompts.tokens),

@@ -1,8 +1,8 @@
 """The document of /status, which `kvlake status` shows.
 
-Owns the names of its fields, and the rates of the last minute. Does not own metrics
-(`metrics.py`), the contents of host memory (`host_contents.py`), nor what is counted: that lives
-with what counts it, and is read when somebody asks.
+Owns the names of its fields. Does not own metrics (`metrics.py`), the contents of host memory
+(`host_contents.py`), the last hour (`history.py`), nor what is counted: that lives with what counts
+it, and is read when somebody asks.
 
 Invariants: reading changes nothing and costs no more than the number of sessions, realms and slot
 classes; memory is fixed, however long the sidecar runs.
@@ -13,56 +13,26 @@ import dataclasses
 import json
 import os
 import time
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import Counter
 from typing import Any, Final
 
 from sidecar import version
 from sidecar.config.store import PriceSettings
-from sidecar.core.commands import Counters
+from sidecar.observe.history import History, figures_of
 from sidecar.observe.metrics import catalog_counts, tenants_of
 from sidecar.observe.prompts import prompts_summary
 from sidecar.protocol import PROTOCOL_VERSION
 from sidecar.service.dispatcher import Dispatcher, SharedStore
 from sidecar.service.watchdog import Watchdog
-from sidecar.sessions.model_names import model_name
 from sidecar.sessions.namespaces import RealmLayout
 from tiers.store.middleware import OPERATIONS, Billed
 
-SAMPLE_SECONDS: Final = 5.0
-WINDOW_SECONDS: Final = 60.0
+RATES_SECONDS: Final = 60.0
 MONTH_SECONDS: Final = 30 * 86_400.0
 GIGABYTE: Final = 10**9
-_DIRECTIONS: Final = ("stored", "loaded", "written", "read")
 _LOADS_MISSED: Final = ("dropped_full", "missing", "corrupt", "failed", "revoked", "expired")
 
 Document = dict[str, Any]
-
-
-class Rates:
-    """Bytes per second in each direction, over `WINDOW_SECONDS` and at most one sample more."""
-
-    def __init__(self, counters: Counters, clock: Callable[[], float] = time.monotonic) -> None:
-        self._counters = counters
-        self._clock = clock
-        self._samples = deque([self._now()], maxlen=1 + round(WINDOW_SECONDS / SAMPLE_SECONDS))
-
-    def sample(self) -> None:
-        """Take a sample if the last one is `SAMPLE_SECONDS` old."""
-        if self._clock() - self._samples[-1][0] >= SAMPLE_SECONDS:
-            self._samples.append(self._now())
-
-    def document(self) -> Document:
-        """Bytes per second in each direction, and the seconds over which they were counted."""
-        (since, *before), (now, *after) = self._samples[0], self._now()
-        seconds = max(now - since, 1e-3)
-        moved = zip(_DIRECTIONS, before, after, strict=True)
-        rates = {way: round((new - old) / seconds, 3) for way, old, new in moved}
-        return {"seconds": round(seconds, 3), "bytes_per_second": rates}
-
-    def _now(self) -> tuple[float, ...]:
-        """The time, and the bytes moved until then in each direction."""
-        return (self._clock(), *(getattr(self._counters, f"bytes_{way}") for way in _DIRECTIONS))
 
 
 class SidecarStatus:
@@ -72,15 +42,15 @@ class SidecarStatus:
         self._dispatcher = dispatcher
         self._watchdog = watchdog
         self._started = time.monotonic()
-        self._rates = Rates(dispatcher.engine.counters)
-        watchdog.each_beat(self._rates.sample)
-        watchdog.each_beat(dispatcher.prompts.sample)
+        self.history = History(lambda: figures_of(dispatcher))
+        watchdog.each_beat(self.history.sample)
 
     def document(self) -> Document:
         """The status as of now."""
         dispatcher = self._dispatcher
         engine = dispatcher.engine
         counters = dataclasses.asdict(engine.counters)
+        minute = self.history.over_last(RATES_SECONDS)
         sessions = Counter(session.groups[0].realm_id for session in engine.sessions.values())
         return {
             "version": version(),
@@ -97,9 +67,9 @@ class SidecarStatus:
                 "loads_missed": sum(counters[f"loads_{how}"] for how in _LOADS_MISSED),
                 **_pick(engine.counters, "lookups lookups_expired chunks_read"),
             },
-            "prompts": prompts_summary(dispatcher.prompts, dispatcher.config.gpu),
+            "prompts": prompts_summary(dispatcher, self.history),
             "counters": counters,
-            "rates": self._rates.document(),
+            "rates": {"seconds": round(minute.seconds, 3), "bytes_per_second": minute.rates},
             "pending": dataclasses.asdict(engine.pending_work()),
             "leases": len(engine.leases),
             "lookups": len(engine.lookups),
@@ -229,7 +199,7 @@ def _realm(realm: RealmLayout) -> Document:
     namespace = json.loads(realm.namespace)
     return {
         "realm_id": realm.realm_id,
-        "model": model_name(namespace, realm.model),
+        "model": realm.model_name,
         "namespace": namespace,
         "namespace_digest": realm.namespace_digest.hex(),
         **_pick(realm, "topology world_size block_tokens blocks_per_chunk"),

@@ -11,6 +11,9 @@ from typing import Any, Final, cast
 from sidecar.protocol import MODEL_CHARACTERS_MAX
 
 UNKNOWN: Final = "-"
+MODELS_MAX: Final = 64
+"""Models that metrics tell apart."""
+OTHER_MODELS: Final = "other"
 _DIGITS_SHOWN: Final = 12
 
 
@@ -47,3 +50,18 @@ def printable(text: str, characters_max: int = MODEL_CHARACTERS_MAX) -> str:
     """Untrusted text with `?` in place of unprintable characters, cut to a length."""
     shown = text[:characters_max]
     return "".join(one if one.isprintable() else "?" for one in shown)
+
+
+class ModelLabels:
+    """Names of models as labels of metrics: the first `MODELS_MAX`, then `OTHER_MODELS`."""
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+
+    def of(self, name: str) -> str:
+        """The label of a model."""
+        if name not in self._known:
+            if len(self._known) >= MODELS_MAX:
+                return OTHER_MODELS
+            self._known.add(name)
+        return name

@@ -19,6 +19,7 @@ Invariants:
 import contextlib
 import functools
 import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -28,6 +29,7 @@ import msgspec
 from sidecar.core.directory import FOREIGN_MAX
 from sidecar.errors import AttachRefused
 from sidecar.protocol import Attach, tiers_owner
+from sidecar.sessions.model_names import model_name
 from tiers.catalog.names import object_name
 from tiers.errors import LayoutError
 from tiers.kv.arrow_file import PAGE_BYTES, find_descriptor
@@ -42,6 +44,8 @@ INDEX_ENTRIES_FIRST: Final = 1 << 12
 
 REGROUPED_MAX: Final = 256
 """Geometries of other block sizes that are kept."""
+NAMES_MAX: Final = 256
+"""Names of models that are kept; others are read from their namespace again."""
 _SALT_BYTES: Final = 16
 
 
@@ -78,6 +82,11 @@ def _regrouped(layout: ChunkLayout, digest: bytes, block_tokens: int) -> RankLay
     return None
 
 
+@functools.lru_cache(maxsize=NAMES_MAX)
+def _model_name(namespace: bytes, served_as: str) -> str:
+    return model_name(json.loads(namespace), served_as)
+
+
 @dataclass(slots=True, eq=False)
 class RealmLayout:
     """One namespace, topology and chunk geometry."""
@@ -108,6 +117,11 @@ class RealmLayout:
     """A counter's value when a client of this realm last attached or left."""
     forgotten: bool = False
     """Whether it was removed. Tasks that hold it across a wait must look here."""
+
+    @property
+    def model_name(self) -> str:
+        """Its model's name, to show to people."""
+        return _model_name(self.namespace, self.model)
 
     @property
     def indexed_in(self) -> "RealmLayout":

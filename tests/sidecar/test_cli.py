@@ -264,6 +264,7 @@ STATUS: dict[str, Any] = {
             "monthly_bill": {"currency": "EUR", "total": 12.345},
         },
     },
+    "problems": [{"code": "store", "reason": "the store is unwell: no such bucket"}],
     "hits": {"loads_served": 3, "loads_missed": 1, "lookups": 3, "lookups_expired": 1},
     "rates": {"seconds": 62.5, "bytes_per_second": {"stored": 3 << 20, "loaded": 0}},
     "counters": {
@@ -319,7 +320,7 @@ def test_status_is_fetched_and_shown(capsys: pytest.CaptureFixture[str], address
     assert code == 0
     for text in (
         "kvlake 0.1.0 'default': degraded, up 1h1m, pid 7",
-        "object store is unwell: no such bucket",
+        "  store: the store is unwell: no such bucket",
         "2 GiB of 8 GiB (25%)",
         "s3://b/kv  write through, read on",
         "SINCE START                   CHUNKS    BYTES  PER SECOND, LAST 1M2S",

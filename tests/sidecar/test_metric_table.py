@@ -13,22 +13,18 @@ from prometheus_client.parser import text_string_to_metric_families
 from sidecar.catalog.garbage_collector import Collected
 from sidecar.core.commands import Counters
 from sidecar.core.tenants import TenantCounters
-from sidecar.observe.metrics import COUNTERS, GAUGES
+from sidecar.observe.metrics import COUNTERS, GAUGES, HISTOGRAMS, PREFIX, name_of
 from sidecar.service.dispatcher import SocketStats
-from tests import places
+from tests import metrics_page, places
 from tests.sidecar.client import RunningSidecar, with_events
 from tiers.catalog.manifest import Counts
 
-TABLE = GAUGES | COUNTERS
+TABLE = GAUGES | COUNTERS | HISTOGRAMS
 
 
 def names(table: dict[str, str]) -> dict[str, set[str]]:
     """The labels of each metric of a table."""
-    found: dict[str, set[str]] = {}
-    for row in table:
-        name, _, labels = row.rstrip("}").partition("{")
-        found[name] = set(labels.split(",")) if labels else set()
-    return found
+    return {name: set(labels) for name, labels in map(name_of, table)}
 
 
 @pytest.mark.parametrize(
@@ -64,12 +60,27 @@ def test_every_row_is_exported_with_its_type_and_labels(short_directory: Path) -
     store = {"url": f"file://{short_directory}/store"}
     with RunningSidecar(with_events(short_directory, store=store)) as sidecar:
         text = sidecar.get("/metrics").decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
     exported = {
-        family.name.removeprefix("kvlake_"): family
-        for family in text_string_to_metric_families(text)
+        name.removeprefix(PREFIX): family
+        for name, family in families.items()
+        if name.startswith(PREFIX)
     }
     assert exported.keys() == names(TABLE).keys()
-    for name, labels in names(TABLE).items():
-        family = exported[name]
-        assert family.type == ("gauge" if name in names(GAUGES) else "counter")
-        assert all(sample.labels.keys() == labels for sample in family.samples), name
+    kinds = {"gauge": GAUGES, "counter": COUNTERS, "histogram": HISTOGRAMS}
+    for kind, table in kinds.items():
+        for name, labels in names(table).items():
+            assert exported[name].type == kind
+            for sample in exported[name].samples:
+                assert sample.labels.keys() - {"le"} == labels, name
+                # A family has one unit.
+                assert not any(
+                    value.endswith(("bytes", "seconds")) for value in sample.labels.values()
+                )
+    others = families.keys() - {PREFIX + name for name in exported}
+    assert others >= {"process_cpu_seconds", "process_resident_memory_bytes", "process_open_fds"}
+    assert all(name.startswith("process_") for name in others)
+
+
+def test_the_page_of_all_metrics_is_as_the_code_has_it() -> None:
+    assert metrics_page.PAGE.read_text() == metrics_page.page(), "run `make metrics-page`"

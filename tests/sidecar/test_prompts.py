@@ -19,11 +19,10 @@ from sidecar.protocol.prompts import (
     PromptRecord,
     Prompts,
 )
-from sidecar.service.prompts import HISTORY_SECONDS, SAMPLE_SECONDS, PromptLog, Window
+from sidecar.service.prompts import PromptLog
 from sidecar.sessions.session import Session
-from tests.connector.double import Clock
 
-REALM = SimpleNamespace(realm_id=3, block_tokens=16, blocks_per_chunk=4)
+REALM = SimpleNamespace(realm_id=3, model_name="org/m", block_tokens=16, blocks_per_chunk=4)
 SESSION = cast(
     "Session",
     SimpleNamespace(
@@ -52,8 +51,9 @@ def test_the_last_ones_newest_first() -> None:
     assert [one.record.request_id for one in log.last(10, "r3")] == ["r3"]
     assert list(log.last(10, "r0")) == []
     assert (log.prompts, log.tokens) == (5, Counter({PromptOutcome.HOST: 10}))
+    assert log.tokens_by_model == {"org/m": log.tokens}
     (last,) = log.last(1)
-    assert (last.engine_id, last.realm_id, last.chunk_tokens) == ("engine", 3, 64)
+    assert (last.engine_id, last.model, last.chunk_tokens) == ("engine", "org/m", 64)
     assert last.gone_seconds is None
     report(log, PromptRecord("r5", {PromptOutcome.EVICTED: 64}, bytes(32)))
     assert next(log.last(1)).gone_seconds == 41.0
@@ -69,38 +69,6 @@ def test_seconds_are_saved_and_spent() -> None:
     assert log.seconds.gpu == pytest.approx(1.4), "of two ranks"
     report(log, PromptRecord("b", {}, read_us=900_000))
     assert log.seconds.gpu == pytest.approx(-0.4)
-
-
-def test_the_sums_of_the_last_minute() -> None:
-    clock = Clock()
-    log = PromptLog(1, clock)
-    assert log.over_last(60) == Window(0, 0, Counter(), 0)
-    for _ in range(20):
-        clock.now += SAMPLE_SECONDS
-        report(log, PromptRecord("r", {PromptOutcome.HOST: 1, PromptOutcome.NEW: 2}, saved_us=500))
-        log.sample()
-        log.sample()
-    window = log.over_last(60)
-    assert (window.seconds, window.prompts) == (60, 6)
-    assert window.tokens == {PromptOutcome.HOST: 6, PromptOutcome.NEW: 12}
-    assert window.gpu_seconds == pytest.approx(0.006), "of two ranks"
-    clock.now += 3
-    assert log.over_last(60).seconds == 63
-    # With less than was sampled, all of it counts.
-    assert log.over_last(3600).seconds == 203
-    for _ in range(1000):
-        clock.now += SAMPLE_SECONDS
-        log.sample()
-    assert log.over_last(HISTORY_SECONDS) == Window(HISTORY_SECONDS, 0, Counter(), 0)
-
-
-def test_the_share_of_hits_leaves_out_what_no_cache_can_have() -> None:
-    def share(**tokens: int) -> float | None:
-        return Window(1, 1, Counter(record("r", **tokens).tokens), 0).hit_share
-
-    assert share() is None
-    assert share(tail=5) is None
-    assert share(tail=50, local=30, new=10) == 0.75
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import threading
 import urllib.error
 from collections.abc import Awaitable, Callable
@@ -79,6 +80,59 @@ def test_store_carries_chunks_to_an_empty_sidecar(short_directory: Path) -> None
             assert worker.outcome(5) is Outcome.OK
             assert [worker.read(block) for block in range(12)] == content
         assert sidecar.status()["counters"]["chunks_read"] >= 3
+
+
+def transfers(sidecar: RunningSidecar) -> dict[str, tuple[float, float]]:
+    """How many transfers of each kind were counted, and their bytes."""
+    text = sidecar.get("/metrics").decode()
+    found: dict[str, tuple[float, float]] = {}
+    for kind in ("store", "write", "read", "load"):
+        sums = [
+            re.search(rf'^kvlake_transfer_{what}{{kind="{kind}",.*}} (\S+)$', text, re.MULTILINE)
+            for what in ("seconds_count", "bytes_count", "bytes_sum")
+        ]
+        if all(sums):
+            seconds, count, size = (float(one[1]) for one in sums if one is not None)
+            assert seconds == count
+            found[kind] = (count, size)
+    return found
+
+
+def test_transfers_are_in_histograms(short_directory: Path) -> None:
+    keys = [key_of("prompt", number) for number in range(2)]
+    store = folder_store(short_directory)
+    first = config_in(short_directory, store=store, runtime={"name": "first"})
+    with RunningSidecar(first) as sidecar, Worker(sidecar.path) as worker:
+        worker.fill(range(8), seed=8)
+        assert transfers(sidecar) == {}
+        for number, key in enumerate(keys):
+            blocks = range(4 * number, 4 * number + 4)
+            assert worker.store(number, key, blocks, bytes(32)) is Outcome.OK
+        sidecar.wait_until(lambda now: now["counters"]["chunks_written"] == 2)
+        counters = sidecar.status()["counters"]
+        assert transfers(sidecar) == {
+            "store": (2, counters["bytes_stored"]),
+            "write": (2, counters["bytes_written"]),
+        }
+    second = config_in(short_directory, store=store, runtime={"name": "second"})
+    with (
+        RunningSidecar(second) as sidecar,
+        Worker(sidecar.path) as worker,
+        Scheduler(sidecar.path) as scheduler,
+    ):
+        sidecar.wait_until(lambda now: now["tiers"]["store"]["chunks"] == 2)
+        assert scheduler.lookup(1, keys).ready == 2
+        scheduler.lease(5, keys)
+        chunks = [LoadChunk(key, 0, [n * 4 + b for b in range(4)]) for n, key in enumerate(keys)]
+        worker.submit(loads=[LoadJob(5, chunks)])
+        assert worker.outcome(5) is Outcome.OK
+        counters = sidecar.status()["counters"]
+        assert transfers(sidecar) == {
+            "read": (2, counters["bytes_read"]),
+            "load": (1, counters["bytes_loaded"]),
+        }
+        waits = sidecar.get("/metrics").decode()
+        assert re.search(r"^kvlake_lookup_wait_seconds_count\{.*\} 1\.0$", waits, re.MULTILINE)
 
 
 def test_corrupt_object_is_quarantined(short_directory: Path) -> None:

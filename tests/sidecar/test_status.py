@@ -1,73 +1,11 @@
-"""The status document: rates of the last minute, and that memory does not grow."""
+"""The status document: what a month costs."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
-
 from sidecar.config.store import PriceSettings
-from sidecar.core.commands import Counters
-from sidecar.observe.status import (
-    GIGABYTE,
-    MONTH_SECONDS,
-    SAMPLE_SECONDS,
-    WINDOW_SECONDS,
-    Rates,
-    monthly,
-)
+from sidecar.observe.status import GIGABYTE, MONTH_SECONDS, monthly
 from tiers.store.middleware import Billed
 from tiers.store.object_tier import UrlObjects
-
-
-class World:
-    def __init__(self) -> None:
-        self.counters = Counters()
-        self.now = 1000.0
-        self.rates = Rates(self.counters, lambda: self.now)
-
-    def go_on(self, seconds: float, **num_bytes: int) -> None:
-        """Half a second at a time, as the watchdog beats."""
-        for _ in range(int(seconds * 2)):
-            self.now += 0.5
-            for way, amount in num_bytes.items():
-                counted = getattr(self.counters, f"bytes_{way}")
-                setattr(self.counters, f"bytes_{way}", counted + amount // 2)
-            self.rates.sample()
-
-    def document(self) -> dict[str, Any]:
-        return self.rates.document()
-
-
-def test_only_the_last_minute_counts() -> None:
-    world = World()
-    world.go_on(3600, stored=1 << 20)
-    world.go_on(600)
-    assert world.document()["bytes_per_second"]["stored"] == 0
-    world.go_on(600, loaded=1000, read=10)
-    told = world.document()
-    assert told["bytes_per_second"] == {"stored": 0, "loaded": 1000, "written": 0, "read": 10}
-    assert WINDOW_SECONDS <= told["seconds"] <= WINDOW_SECONDS + SAMPLE_SECONDS
-
-
-def test_a_sidecar_that_has_just_started_says_over_how_long_it_counts() -> None:
-    world = World()
-    assert world.document()["bytes_per_second"] == dict.fromkeys(
-        ("stored", "loaded", "written", "read"), 0
-    )
-    world.go_on(12, written=2000)
-    told = world.document()
-    assert told["seconds"] == 12
-    assert told["bytes_per_second"]["written"] == pytest.approx(2000)
-
-
-def test_memory_is_fixed_and_asking_changes_nothing() -> None:
-    world = World()
-    world.go_on(36_000, stored=2)
-    kept = list(world.rates._samples)  # noqa: SLF001 (how much is kept has no public name)
-    assert len(kept) == 1 + WINDOW_SECONDS / SAMPLE_SECONDS
-    assert world.document() == world.document()
-    assert list(world.rates._samples) == kept  # noqa: SLF001
 
 
 def test_a_month_is_extrapolated() -> None:

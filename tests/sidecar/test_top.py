@@ -8,18 +8,24 @@ import os
 import pty
 import re
 import select
+import socket
 import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sidecar.cli import main
-from sidecar.cli.top import Seen, View, _as_text, _order
+from sidecar.cli.console import CommandError
+from sidecar.cli.fleet import Seen, _order, targets
+from sidecar.cli.top import View, _as_text
 from sidecar.protocol.prompts import PromptOutcome, PromptRecord, Prompts
 from tests.sidecar.client import WAIT_SECONDS_MAX, RunningSidecar, Scheduler, config_in
 
@@ -48,7 +54,7 @@ def sidecar(short_directory: Path) -> Iterator[RunningSidecar]:
 
 
 def metric(sidecar: RunningSidecar, outcome: str, reason: str = "") -> float:
-    labels = f'outcome="{outcome}",reason="{reason}"'
+    labels = f'model_name="[^"]+",outcome="{outcome}",reason="{reason}"'
     text = sidecar.get("/metrics").decode()
     found = re.search(rf"^kvlake_prompt_tokens_total\{{{labels}\}} (\S+)$", text, re.MULTILINE)
     assert found is not None
@@ -141,19 +147,101 @@ def test_the_worst_of_several_sidecars_comes_first(
 def test_the_order_of_sidecars() -> None:
     def seen(url: str, share: float | None, **status: object) -> Seen:
         last = {"1min": {"hit_share": share}}
-        return Seen(url, {"ready": True, "problems": [], "prompts": {"last": last}, **status})
+        whole = {"ready": True, "version": "2", "problems": [], "prompts": {"last": last}}
+        return Seen(url, whole | status)
+
+    def sorted_by(sort: str) -> str:
+        return "".join(one.url for one in sorted(ones, key=lambda one: _order(one, sort, "2")))
 
     ones = [
-        Seen("f", None, "no answer"),
-        seen("e", 0.9, ready=False),
-        seen("d", 0.9, problems=[{}]),
+        Seen("g", None, "no answer"),
+        seen("f", 0.9, ready=False),
+        seen("e", 0.9, problems=[{}]),
+        seen("d", 0.9, version="1"),
         seen("c", 0.1),
         seen("b", 0.5),
         seen("a", None),
     ]
-    assert [one.url for one in sorted(ones, key=lambda one: _order(one, "health"))] == [*"fedcba"]
-    assert [one.url for one in sorted(ones, key=lambda one: _order(one, "hits"))] == [*"cbdeaf"]
-    assert [one.url for one in sorted(ones, key=lambda one: _order(one, "name"))] == [*"abcdef"]
+    assert sorted_by("health") == "gfedcba"
+    assert sorted_by("hits") == "cbdefag"
+    assert sorted_by("name") == "abcdefg"
+
+
+class StandIns:
+    """Fifty stand-ins for sidecars: what one real sidecar answered, and five that are broken."""
+
+    def __init__(self, status: dict[str, Any]) -> None:
+        well = json.dumps(status).encode()
+        ill = json.dumps(status | {"problems": [{"code": "store", "reason": "away"}]}).encode()
+        old = json.dumps(status | {"version": "0.0.1"}).encode()
+        unready = json.dumps(status | {"ready": False, "state": "starting"}).encode()
+        self._hung = socket.create_server(("127.0.0.1", 0))
+        self._servers = [_serving(body) for body in [ill, old, unready, b"[]", *[well] * 45]]
+        # The one that is accepted by the kernel only comes in the middle.
+        ports = [server.server_address[1] for server in self._servers]
+        self.broken = {f"127.0.0.1:{port}" for port in (*ports[:4], self._hung.getsockname()[1])}
+        self.places = [f"127.0.0.1:{port}" for port in ports]
+        self.places.insert(25, f"127.0.0.1:{self._hung.getsockname()[1]}")
+
+    def close(self) -> None:
+        for server in self._servers:
+            server.shutdown()
+            server.server_close()
+        self._hung.close()
+
+
+def _serving(body: bytes) -> HTTPServer:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:  # (http.server's name)
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    return server
+
+
+def test_the_five_broken_ones_of_fifty_stand_on_top(
+    sidecar: RunningSidecar, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_ins = StandIns(sidecar.status())
+    try:
+        file = tmp_path / "targets"
+        file.write_text("# nodes\n" + "\n".join(stand_ins.places))
+        assert main(["fleet", "--targets", str(file), "--once"]) == 0
+        out = capsys.readouterr().out
+        assert main(["fleet", "--targets", str(file), "--json"]) == 0
+        answers = json.loads(capsys.readouterr().out)
+    finally:
+        stand_ins.close()
+    first, *lines = out.splitlines()
+    assert first.startswith("50 sidecars, 5 with problems; ")
+    shown = [line.split()[0] for line in lines if line.startswith("127.0.0.1")]
+    assert len(shown) == 50
+    assert set(shown[:5]) == stand_ins.broken
+    assert max(map(len, out.splitlines())) <= 80
+    assert [one["url"] for one in answers] == [f"http://{place}" for place in stand_ins.places]
+
+
+def test_targets_are_a_file_or_a_name(tmp_path: Path) -> None:
+    file = tmp_path / "targets"
+    file.write_text("node1:9400  # first\n\nhttp://node2:9400/\n[::1]:9400\nnode1:9400\n")
+    assert targets(str(file)) == ["http://node1:9400", "http://node2:9400", "http://[::1]:9400"]
+    assert "http://127.0.0.1:9400" in targets("dns:localhost:9400")
+    file.write_text("node1\n")
+    for wrong, said in (
+        (str(file), "line 1: 'node1' is no address; give HOST:PORT"),
+        (str(tmp_path / "none"), "cannot be read"),
+        ("dns:localhost", "give dns:NAME:PORT"),
+        ("dns:nowhere.invalid:1", "is the name right?"),
+    ):
+        with pytest.raises(CommandError, match=re.escape(said)):
+            targets(wrong)
 
 
 def test_without_a_terminal_it_asks_for_once(

@@ -1,0 +1,107 @@
+"""The last hour: sums over any time, rows for curves, and memory that does not grow."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from sidecar.observe.history import (
+    HISTORY_SECONDS,
+    SAMPLE_SECONDS,
+    SAMPLES_MAX,
+    Figures,
+    History,
+    Window,
+)
+from sidecar.protocol.prompts import PromptOutcome
+
+
+class World:
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.figures = Figures(0, Counter(), 0.0, (0, 0, 0, 0), 0, 0, 0)
+        self.history = History(lambda: self.figures, lambda: self.now)
+
+    def go_on(
+        self,
+        seconds: float,
+        *,
+        stored: int = 0,
+        loaded: int = 0,
+        read: int = 0,
+        host_tokens: int = 0,
+    ) -> None:
+        """Half a second at a time, as the watchdog beats; counts grow by so much in a second."""
+        for _ in range(int(seconds * 2)):
+            self.now += 0.5
+            old = self.figures
+            moved = (stored, loaded, 0, read)
+            self.figures = old._replace(
+                prompts=old.prompts + (host_tokens > 0),
+                tokens=old.tokens + Counter({PromptOutcome.HOST: host_tokens // 2}),
+                num_bytes=tuple(
+                    count + more // 2 for count, more in zip(old.num_bytes, moved, strict=True)
+                ),
+                host_bytes=old.host_bytes + stored // 2,
+            )
+            self.history.sample()
+
+
+def test_only_the_last_minute_counts() -> None:
+    world = World()
+    world.go_on(3600, stored=1 << 20)
+    world.go_on(600)
+    assert world.history.over_last(60).rates["stored"] == 0
+    world.go_on(600, loaded=1000, read=10, host_tokens=8)
+    minute = world.history.over_last(60)
+    assert minute.rates == {"stored": 0, "loaded": 1000, "written": 0, "read": 10}
+    assert 60 <= minute.seconds <= 60 + SAMPLE_SECONDS
+    assert minute.tokens == {PromptOutcome.HOST: 8 * minute.seconds}
+    assert minute.prompts == 2 * minute.seconds
+
+
+def test_a_sidecar_that_has_just_started_says_over_how_long_it_counts() -> None:
+    world = World()
+    nothing = dict.fromkeys(("stored", "loaded", "written", "read"), 0)
+    assert world.history.over_last(60) == Window(0, 0, Counter(), 0, nothing, 0)
+    assert world.history.document()["seconds"] == []
+    world.go_on(12, stored=2000)
+    minute = world.history.over_last(60)
+    assert (minute.seconds, minute.rates["stored"]) == (12, 2000)
+
+
+def test_memory_is_fixed_and_asking_changes_nothing() -> None:
+    world = World()
+    world.go_on(36_000, stored=2)
+    assert len(world.history) == SAMPLES_MAX
+    assert world.history.over_last(HISTORY_SECONDS).seconds == HISTORY_SECONDS
+    assert world.history.document() == world.history.document()
+    assert len(world.history) == SAMPLES_MAX
+
+
+def test_the_document_has_a_row_for_each_time() -> None:
+    world = World()
+    world.go_on(2 * SAMPLE_SECONDS, stored=100, host_tokens=20)
+    world.go_on(SAMPLE_SECONDS)
+    assert world.history.document() == {
+        "seconds_ago": [10.0, 5.0, 0.0],
+        "seconds": [5.0, 5.0, 5.0],
+        "prompts": [10, 10, 0],
+        "tokens": {"host": [100, 100, 0]},
+        "gpu_seconds_saved": [0.0, 0.0, 0.0],
+        "bytes": {"stored": [500, 500, 0], "loaded": [0] * 3, "written": [0] * 3, "read": [0] * 3},
+        "chunks_evicted": [0, 0, 0],
+        "host_bytes": [500, 1000, 1000],
+        "write_queue_bytes": [0, 0, 0],
+    }
+
+
+def test_the_share_of_hits_leaves_out_what_no_cache_can_have() -> None:
+    def share(**tokens: int) -> float | None:
+        counts = Counter({PromptOutcome(name): count for name, count in tokens.items()})
+        return Window(1, 1, counts, 0, {}, 0).hit_share
+
+    assert share() is None
+    assert share(tail=5) is None
+    assert share(tail=50, local=30, new=10) == pytest.approx(0.75)
