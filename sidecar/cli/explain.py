@@ -5,36 +5,10 @@ keeps the last ones (`limits.prompts_kept`).
 """
 
 from collections.abc import Sequence
-from typing import Final
 
 from sidecar.cli.client import client_of, get_list
 from sidecar.cli.console import Document, NoAnswer, Options, duration, show, table
-
-MEANINGS: Final = {
-    "local": "the engine's own prefix cache had them",
-    "host": "loaded from host memory",
-    "store": "loaded from the object store, through host memory",
-    "other": "another connector loaded them",
-    "new": "computed: no tier had them, and none is remembered to have had them",
-    "evicted": "computed: they had left host memory to make room, or the object store; a larger "
-    "host.size, or a store, keeps more",
-    "expired": "computed: their ttl_seconds had ended",
-    "quota": "computed: their tenant was at its limit, host_max",
-    "too_short": "computed: they were there, but fewer than load_tokens_min in a row",
-    "late": "computed: the store, or the engine that hands over, took longer than the request "
-    "waits; limits.lookup_wait, or a faster store",
-    "planner": "computed: faster than reading them from the store; store.recompute: never reads "
-    "them in any case",
-    "store_away": "computed: the store had them, but failed, or reading is paused; kvlake status "
-    "has the reason",
-    "being_written": "computed: the engine had just computed them, and was storing them",
-    "refused": "computed: no sidecar, a request that cannot be cached, or a limit; kvlake status "
-    "and the engine's log say which",
-    "not_asked": "computed: the request or the engine does not read the cache, or not the store",
-    "failed": "computed: their load failed; the sidecar's log has the reason",
-    "tail": "computed: no chunk can hold them (the last token, and those behind the last block)",
-}
-"""By outcome (`protocol/prompts.py`): what it means, and what changes it."""
+from sidecar.observe.benefit import MEANINGS
 
 
 def main(options: Options) -> None:

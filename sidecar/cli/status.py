@@ -10,7 +10,6 @@ from typing import Final, cast
 
 from sidecar.cli.client import client_of
 from sidecar.cli.console import Document, Options, document_table, duration, show, table
-from sidecar.cli.explain import MEANINGS
 from sidecar.sessions.model_names import model_name
 from tiers.sizes import approximate_size
 
@@ -20,10 +19,6 @@ _TRAFFIC: Final = (
     ("written", "host to store"),
     ("read", "store to host"),
 )
-
-_SOURCES: Final = ("local", "host", "store", "other")
-THRASHING: Final = 4
-"""Host memory is too small if it has no hit, and one token in this many was evicted too early."""
 
 _TENANT_COLUMNS: Final = {
     "TENANT": "name",
@@ -48,37 +43,7 @@ def render(document: Document) -> str:
 
 
 def _helps(document: Document) -> str:
-    """Whether the cache helps, over the shortest window with prompts, and what it loses most to."""
-    last = _section(_section(document, "prompts"), "last")
-    window = next((one for one in last.values() if one.get("tokens")), None)
-    if window is None:
-        return "no prompt in the last hour" if last else ""
-    tokens: dict[str, int] = window["tokens"]
-    over = f"of {sum(tokens.values()):,} prompt tokens in the last {duration(window['seconds'])}"
-    if window.get("hit_share") is None:
-        return f"{over}, none could be cached"
-    total = sum(count for outcome, count in tokens.items() if outcome != "tail")
-    sources = ", ".join(f"{name} {100 * tokens.get(name, 0) / total:.0f}%" for name in _SOURCES)
-    lines = [f"{100 * window['hit_share']:.0f}% {over} were not computed ({sources})"]
-    lost = {name: count for name, count in tokens.items() if name not in (*_SOURCES, "tail")}
-    if lost:
-        most = max(lost, key=lambda name: lost[name])
-        meaning = MEANINGS.get(most, "?").removeprefix("computed: ")
-        lines.append(f"{100 * lost[most] / total:.0f}% were computed because of {most}: {meaning}")
-    if saved := _section(_section(document, "prompts"), "saved"):
-        net = saved["seconds"] - saved["seconds_spent"]
-        money = saved.get("money")
-        worth = "" if money is None else f", {money:,.2f} {saved['currency']}"
-        lines.append(
-            f"since the start {net:,.1f} s of computing were saved, after "
-            f"{saved['seconds_spent']:,.1f} s for lookups and loads: "
-            f"{saved['gpu_hours']:,.2f} GPU-hours{worth}"
-        )
-    if tokens.get("evicted", 0) * THRASHING > total and not tokens.get("host"):
-        lines.append(
-            f"host hit rate 0%; {tokens['evicted']:,} tokens were evicted before reuse: host.size "
-            "is too small"
-        )
+    lines: list[str] = _section(document, "prompts").get("sentences", [])
     return "\n".join(lines)
 
 

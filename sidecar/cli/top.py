@@ -25,13 +25,12 @@ from rich.table import Table
 from rich.text import Text
 
 from sidecar.cli.console import CommandError, Document, NoAnswer, Options, duration, show
-from sidecar.cli.explain import MEANINGS
 from sidecar.cli.fleet import SORTS, Fleet, Seen, per_second, summary, table_of
+from sidecar.observe.benefit import WINDOWS, meaning_of_loss
 from tiers.sizes import approximate_size
 
 SOURCES: Final = {"local": "engine", "host": "host memory", "store": "object store"}
 COMPUTED: Final = "computed"
-WINDOWS: Final = ("10s", "1min", "1h")
 LOST_SHOWN: Final = 3
 _BAR: Final = 20
 
@@ -150,8 +149,7 @@ def _help(status: Document) -> Panel:
     table.add_row("GPU seconds saved per second", *saved, "")
     lost = sorted(_computed_of(minute), key=lambda name: -minute[name])
     lines = [
-        f"{100 * _share(minute, (name,)):.0f}% {name}: "
-        + MEANINGS.get(name, "?").removeprefix("computed: ")
+        f"{100 * _share(minute, (name,)):.0f}% {name}: " + meaning_of_loss(name)
         for name in lost[:LOST_SHOWN]
     ]
     text = "\n".join(lines) or "nothing was lost in the last minute"

@@ -223,6 +223,8 @@ class LimitsSettings(Section):
     """Chunks remembered after they left the cache, so that engines know why they miss."""
     prompts_kept: Count = Field(default=1000, ge=1, le=100_000)
     """Prompts that `kvlake explain` can show."""
+    transfers_kept: Count = Field(default=2000, ge=1, le=100_000)
+    """Transfers that /transfers can show."""
     drain_seconds_max: Duration = Field(default=30.0, le=3600)
     """Longest that a stopping sidecar writes to the object store."""
 

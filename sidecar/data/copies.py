@@ -101,6 +101,12 @@ class CopyGroup:
         return isinstance(self.commands[0], Scatter)
 
     @property
+    def about(self) -> str:
+        """What is copied, for whom."""
+        attach = self.session.attach
+        return f"{len(self.commands)} chunks, engine {attach.engine_id}, rank {attach.rank}"
+
+    @property
     def num_bytes(self) -> int:
         """Bytes to copy."""
         layout = self.rank.layout
@@ -234,14 +240,18 @@ class Copies:
     """The queue of copies and the tasks that work on it."""
 
     def __init__(
-        self, pool: Memory, threads: int, finished: Callable[[list[Copied]], None]
+        self,
+        pool: Memory,
+        threads: int,
+        finished: Callable[[list[Copied]], None],
+        times: TransferTimes,
     ) -> None:
         self._pool = pool
         self._threads = threads
         self._limiter = anyio.CapacityLimiter(threads)
         self._finished = finished
         self.queue = CopyQueue()
-        self.times = TransferTimes()
+        self.times = times
         self._ready = anyio.Semaphore(0)
         self._arrived = anyio.Event()
         self._poll_seconds = FENCE_POLL_SECONDS_MIN
@@ -332,7 +342,7 @@ class Copies:
                 if all(one.outcome is Outcome.OK for one in ended):
                     kind, realm = Kind.LOAD if group.is_load else Kind.STORE, group.realm
                     seconds = time.monotonic() - group.arrived
-                    self.times.ended(kind, realm, seconds, group.num_bytes)
+                    self.times.ended(kind, realm, seconds, group.num_bytes, group.about)
                 self._finished(ended)
 
     def _retry(self, group: CopyGroup) -> None:

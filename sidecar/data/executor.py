@@ -177,7 +177,8 @@ class Executor:
             begun = time.monotonic()
             await self._store.write(name, image)
             seconds = time.monotonic() - begun
-            self._copies.times.ended(Kind.WRITE, realm, seconds, template.image_bytes)
+            about = f"chunk {command.key.hex()}, rank {command.rank}"
+            self._copies.times.ended(Kind.WRITE, realm, seconds, template.image_bytes, about)
             written_at = self._announce(command, realm, template.image_bytes)
             outcome = StoreOutcome.OK
         except ChunkCorrupt as error:
@@ -232,7 +233,8 @@ class Executor:
         done = await self._reader.read(realm, command, slot)
         if done.outcome is StoreOutcome.OK:
             seconds = time.monotonic() - begun
-            self._copies.times.ended(Kind.READ, realm, seconds, done.num_bytes)
+            about = f"chunk {command.key.hex()}, rank {command.rank}"
+            self._copies.times.ended(Kind.READ, realm, seconds, done.num_bytes, about)
         self._feed(done)
 
     async def _quarantine(self, name: str) -> None:

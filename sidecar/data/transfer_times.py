@@ -3,14 +3,16 @@
 Owns the distributions. Does not own what is transferred (`copies.py`, `executor.py`), nor the names
 under which they are exported (`observe/metrics.py`).
 
-Invariant: its memory is bounded. Models beyond `MODELS_MAX` count as `OTHER_MODELS`.
+Invariant: its memory is bounded.
 """
 
+import time
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Sequence
 from enum import StrEnum
 from itertools import accumulate
-from typing import Final
+from typing import Final, NamedTuple
 
 from sidecar.sessions.model_names import ModelLabels
 from sidecar.sessions.namespaces import RealmLayout
@@ -55,29 +57,53 @@ class Distribution:
         return list(zip((*map(str, self._bounds), "+Inf"), accumulate(self._counts), strict=True))
 
 
-class TransferTimes:
-    """All distributions of a sidecar."""
+class EndedTransfer(NamedTuple):
+    """A transfer that succeeded."""
 
-    def __init__(self) -> None:
+    number: int
+    """Counts from 1."""
+    kind: Kind
+    model: str
+    began: float
+    """Seconds since 1970."""
+    seconds: float
+    num_bytes: int
+    about: str
+    """What was transferred, for whom."""
+
+
+class TransferTimes:
+    """All distributions of a sidecar, and its last `kept_max` transfers one by one."""
+
+    def __init__(self, kept_max: int) -> None:
+        self.recent: deque[EndedTransfer] = deque(maxlen=kept_max)
+        self._last_number = 0
         self._labels = ModelLabels()
-        self.seconds: dict[tuple[str, str], Distribution] = {}
+        self.seconds: dict[tuple[str, ...], Distribution] = {}
         """By kind and model."""
-        self.num_bytes: dict[tuple[str, str], Distribution] = {}
-        self.lookups: dict[str, Distribution] = {}
+        self.num_bytes: dict[tuple[str, ...], Distribution] = {}
+        self.lookups: dict[tuple[str, ...], Distribution] = {}
         """Seconds from a lookup to its answer, by model."""
 
-    def ended(self, kind: Kind, realm: RealmLayout, seconds: float, num_bytes: int) -> None:
-        """Count a transfer that succeeded."""
+    def ended(
+        self, kind: Kind, realm: RealmLayout, seconds: float, num_bytes: int, about: str
+    ) -> None:
+        """Count a transfer that succeeded just now."""
         name = (kind.value, self._labels.of(realm.model_name))
         if name not in self.seconds:
             self.seconds[name] = Distribution(SECONDS)
             self.num_bytes[name] = Distribution(BYTES)
         self.seconds[name].add(seconds)
         self.num_bytes[name].add(num_bytes)
+        self._last_number += 1
+        began = time.time() - seconds
+        self.recent.append(
+            EndedTransfer(self._last_number, kind, name[1], began, seconds, num_bytes, about)
+        )
 
     def answered(self, realm: RealmLayout, seconds: float) -> None:
         """Count a lookup that was answered."""
-        name = self._labels.of(realm.model_name)
+        name = (self._labels.of(realm.model_name),)
         if name not in self.lookups:
             self.lookups[name] = Distribution(SECONDS)
         self.lookups[name].add(seconds)

@@ -79,7 +79,7 @@ class Window:
         return {way: round(count / seconds, 3) for way, count in self.num_bytes.items()}
 
 
-class History:
+class FigureHistory:
     """Samples of the last hour."""
 
     def __init__(

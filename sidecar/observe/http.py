@@ -22,6 +22,7 @@ import hmac
 import json
 import re
 import socket
+import time
 from collections.abc import Awaitable, Callable
 from typing import Final, cast
 
@@ -30,6 +31,7 @@ from prometheus_client import generate_latest
 
 from sidecar.config.sections import HttpSettings
 from sidecar.errors import StartError
+from sidecar.observe import page
 from sidecar.observe.host_contents import HostContents, QueryError, parse_query
 from sidecar.observe.metrics import SidecarMetrics
 from sidecar.observe.prompts import PROMPTS_SHOWN, PromptDocuments
@@ -64,6 +66,7 @@ class Documents:
         self.status = SidecarStatus(dispatcher, watchdog)
         self.host = HostContents(dispatcher)
         self.prompts = PromptDocuments(dispatcher)
+        self.times = dispatcher.copies.times
 
 
 class _Connection(asyncio.Protocol):
@@ -134,9 +137,11 @@ class HttpServer:
         self.connections: dict[asyncio.BaseProtocol, _Connection] = {}
         """By aiohttp's handler."""
         self._sweeper: asyncio.TimerHandle | None = None
+        self._page_text, self._page_headers = page.load()
         self.refused = {"connection": 0, "token": 0}
         """Connections, and requests without the token."""
         application = web.Application(middlewares=[self._answering])
+        application.router.add_get("/", self._page)
         application.router.add_get("/healthz", _health)
         application.router.add_get("/readyz", self._readiness)
         for path in _GUARDED:
@@ -254,6 +259,10 @@ class HttpServer:
         except QueryError as error:
             return web.Response(status=400, text=f"{error}\n")
 
+    async def _page(self, _: web.Request) -> web.StreamResponse:
+        headers = self._page_headers
+        return web.Response(text=self._page_text, headers=headers, content_type="text/html")
+
     async def _readiness(self, request: web.Request) -> web.StreamResponse:
         ready, document = self._watchdog.readiness(reasons=self._authorized(request))
         return _json(document, status=200 if ready else 503)
@@ -288,6 +297,16 @@ async def _prompts(documents: Documents, request: web.Request) -> web.Response:
     return _json(documents.prompts.document(int(last), request.query.get("request", "")))
 
 
+async def _transfers(documents: Documents, request: web.Request) -> web.Response:
+    after = request.query.get("after", "0")
+    if not re.fullmatch(r"[0-9]{1,18}", after):
+        raise QueryError(f"after={after[:64]!r}: the `last` of an earlier answer, such as 0")
+    recent = documents.times.recent
+    found = [one._asdict() for one in recent if one.number > int(after)]
+    last = recent[-1].number if recent else 0
+    return _json({"transfers": found, "last": last, "now": time.time()}, indent=None)
+
+
 async def _history(documents: Documents, _: web.Request) -> web.Response:
     return _json(documents.status.history.document(), indent=None)
 
@@ -297,6 +316,7 @@ _GUARDED: Final = {
     "/status": _status,
     "/prompts": _prompts,
     "/history": _history,
+    "/transfers": _transfers,
     "/host": _host_usage,
     "/host/chunks": _host_chunks,
 }

@@ -259,8 +259,8 @@ def name_of(row: str) -> tuple[str, list[str]]:
 
 
 def _histograms(times: TransferTimes) -> Iterator[Metric]:
-    lookups = {(model,): one for model, one in times.lookups.items()}
-    for row, series in zip(HISTOGRAMS, (times.seconds, times.num_bytes, lookups), strict=True):
+    found = (times.seconds, times.num_bytes, times.lookups)
+    for row, series in zip(HISTOGRAMS, found, strict=True):
         name, labels = name_of(row)
         metric = HistogramMetricFamily(PREFIX + name, HISTOGRAMS[row] + ".", labels=labels)
         for values, one in series.items():

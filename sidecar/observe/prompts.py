@@ -3,12 +3,12 @@
 import time
 from typing import Any, Final
 
-from sidecar.observe.history import History
+from sidecar.observe.benefit import MEANINGS, WINDOWS, meaning_of_loss, sentences
+from sidecar.observe.history import FigureHistory
 from sidecar.service.dispatcher import Dispatcher
 from sidecar.service.prompts import ReportedPrompt
 
 PROMPTS_SHOWN: Final = 20
-PROMPT_WINDOWS: Final = {"10s": 10.0, "1min": 60.0, "1h": 3600.0}
 
 Document = dict[str, Any]
 
@@ -22,7 +22,8 @@ class PromptDocuments:
     def document(self, count: int, request_id: str = "") -> Document:
         """The last prompts, newest first; those of one request if it is named."""
         found = self._dispatcher.prompts.last(count, request_id)
-        return {"prompts": [self._prompt(one) for one in found]}
+        prompts = [self._prompt(one) for one in found]
+        return {"prompts": prompts, "meanings": {one: meaning_of_loss(one) for one in MEANINGS}}
 
     def _prompt(self, one: ReportedPrompt) -> Document:
         record = one.record
@@ -43,13 +44,14 @@ class PromptDocuments:
         }
 
 
-def prompts_summary(dispatcher: Dispatcher, history: History) -> Document:
-    """Prompts since the start, their tokens over `PROMPT_WINDOWS`, and what they saved."""
+def prompts_summary(dispatcher: Dispatcher, history: FigureHistory) -> Document:
+    """Prompts since the start, their tokens over `WINDOWS`, and what they saved."""
     prompts, settings = dispatcher.prompts, dispatcher.config.gpu
     gpu_hours = prompts.seconds.gpu / 3600
     price = settings.hour_price
-    windows = {name: history.over_last(seconds) for name, seconds in PROMPT_WINDOWS.items()}
+    windows = {name: history.over_last(seconds) for name, (seconds, _) in WINDOWS.items()}
     return {
+        "sentences": sentences(windows, prompts.seconds, settings),
         "prompts": prompts.prompts,
         "tokens": dict(prompts.tokens),
         "saved": {

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from sidecar import version
 from sidecar.config.store import PriceSettings
-from sidecar.observe.history import History, figures_of
+from sidecar.observe.history import FigureHistory, figures_of
 from sidecar.observe.metrics import catalog_counts, tenants_of
 from sidecar.observe.prompts import prompts_summary
 from sidecar.protocol import PROTOCOL_VERSION
@@ -42,7 +42,7 @@ class SidecarStatus:
         self._dispatcher = dispatcher
         self._watchdog = watchdog
         self._started = time.monotonic()
-        self.history = History(lambda: figures_of(dispatcher))
+        self.history = FigureHistory(lambda: figures_of(dispatcher))
         watchdog.each_beat(self.history.sample)
 
     def document(self) -> Document:

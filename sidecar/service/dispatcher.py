@@ -34,6 +34,7 @@ from sidecar.core.stored_table import Keys
 from sidecar.core.tenants import Tenants
 from sidecar.data.copies import Copies
 from sidecar.data.executor import Executor
+from sidecar.data.transfer_times import TransferTimes
 from sidecar.events.publisher import EventStream
 from sidecar.events.sockets import EventSockets
 from sidecar.logs import fields
@@ -115,7 +116,8 @@ class Dispatcher:
             notify_listed=self._notify_listed,
         )
         self.events: EventStream | None = None
-        self.copies = Copies(pool.memory, config.copies.threads, self._copied)
+        times = TransferTimes(config.limits.transfers_kept)
+        self.copies = Copies(pool.memory, config.copies.threads, self._copied, times)
         self.gpus = Gpus(pool.memory, config.gpu)
         self.store = None if store is None else self._follow(store)
         self.executor = Executor(

@@ -19,6 +19,7 @@ from sidecar.core.commands import (
     Scatter,
 )
 from sidecar.data.copies import Copies, CopyGroup, gather_group
+from sidecar.data.transfer_times import TransferTimes
 from sidecar.protocol import Outcome, Role
 from sidecar.sessions.worker_memory import HostMapping
 from tests import places
@@ -35,7 +36,7 @@ def is_mapped(bench: Bench) -> bool:
 
 @asynccontextmanager
 async def running(bench: Bench, threads: int = 1) -> AsyncIterator[Copies]:
-    work = Copies(bench.pool, threads, bench.ended.extend)
+    work = Copies(bench.pool, threads, bench.ended.extend, TransferTimes(8))
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(work.run)
         yield work

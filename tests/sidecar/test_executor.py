@@ -30,6 +30,7 @@ from sidecar.core.commands import (
 )
 from sidecar.data.copies import Copies
 from sidecar.data.executor import Executor
+from sidecar.data.transfer_times import TransferTimes
 from sidecar.protocol import Outcome
 from sidecar.sessions.namespaces import RankLayout
 from tests.sidecar.bench import LAYOUT, Bench, until
@@ -67,7 +68,7 @@ class Broken:
 
 @asynccontextmanager
 async def moving(bench: Bench, store: ObjectTier) -> AsyncIterator[Executor]:
-    work = Copies(bench.pool, 1, bench.told.extend)
+    work = Copies(bench.pool, 1, bench.told.extend, TransferTimes(8))
     executor = Executor(
         realms=bench.realms,
         sessions=bench.sessions,

@@ -10,8 +10,8 @@ from sidecar.observe.history import (
     HISTORY_SECONDS,
     SAMPLE_SECONDS,
     SAMPLES_MAX,
+    FigureHistory,
     Figures,
-    History,
     Window,
 )
 from sidecar.protocol.prompts import PromptOutcome
@@ -21,7 +21,7 @@ class World:
     def __init__(self) -> None:
         self.now = 1000.0
         self.figures = Figures(0, Counter(), 0.0, (0, 0, 0, 0), 0, 0, 0)
-        self.history = History(lambda: self.figures, lambda: self.now)
+        self.history = FigureHistory(lambda: self.figures, lambda: self.now)
 
     def go_on(
         self,
@@ -36,13 +36,11 @@ class World:
         for _ in range(int(seconds * 2)):
             self.now += 0.5
             old = self.figures
-            moved = (stored, loaded, 0, read)
+            had = old.num_bytes
             self.figures = old._replace(
                 prompts=old.prompts + (host_tokens > 0),
                 tokens=old.tokens + Counter({PromptOutcome.HOST: host_tokens // 2}),
-                num_bytes=tuple(
-                    count + more // 2 for count, more in zip(old.num_bytes, moved, strict=True)
-                ),
+                num_bytes=(had[0] + stored // 2, had[1] + loaded // 2, had[2], had[3] + read // 2),
                 host_bytes=old.host_bytes + stored // 2,
             )
             self.history.sample()

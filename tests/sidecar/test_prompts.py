@@ -9,7 +9,8 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from sidecar.cli.explain import MEANINGS, render
+from sidecar.cli.explain import render
+from sidecar.observe.benefit import MEANINGS
 from sidecar.protocol.codec import ProtocolError, decode_client, encode
 from sidecar.protocol.prompts import (
     COUNT_MAX,

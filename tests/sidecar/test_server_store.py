@@ -131,6 +131,14 @@ def test_transfers_are_in_histograms(short_directory: Path) -> None:
             "read": (2, counters["bytes_read"]),
             "load": (1, counters["bytes_loaded"]),
         }
+        listed = json.loads(sidecar.get("/transfers"))
+        assert [one["kind"] for one in listed["transfers"]] == ["read", "read", "load"]
+        assert listed["transfers"][2]["about"].startswith("2 chunks, engine ")
+        newer = json.loads(sidecar.get("/transfers?after=2"))["transfers"]
+        assert newer == listed["transfers"][2:]
+        assert listed["last"] == 3
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            sidecar.get("/transfers?after=now")
         waits = sidecar.get("/metrics").decode()
         assert re.search(r"^kvlake_lookup_wait_seconds_count\{.*\} 1\.0$", waits, re.MULTILINE)
 

@@ -1,0 +1,90 @@
+"""Whether the cache helps, in sentences: what every face of the figures says first.
+
+Owns their words, and what each outcome of a token means. Does not own the figures (`history.py`,
+`service/prompts.py`).
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+from sidecar.protocol.prompts import LOADED, PromptOutcome
+
+if TYPE_CHECKING:
+    # Commands need the words, not the sidecar.
+    from sidecar.config.sections import GpuSettings
+    from sidecar.observe.history import Window
+    from sidecar.service.prompts import Seconds
+
+THRASHING: Final = 4
+"""Host memory is too small if it has no hit, and one token in this many was evicted too early."""
+WINDOWS: Final = {"10s": (10.0, "10 seconds"), "1min": (60.0, "minute"), "1h": (3600.0, "hour")}
+"""Seconds and words for each, shortest first."""
+_COMPUTED: Final = "computed: "
+
+MEANINGS: Final = {
+    "local": "the engine's own prefix cache had them",
+    "host": "loaded from host memory",
+    "store": "loaded from the object store, through host memory",
+    "other": "another connector loaded them",
+    "new": "computed: no tier had them, and none is remembered to have had them",
+    "evicted": "computed: they had left host memory to make room, or the object store; a larger "
+    "host.size, or a store, keeps more",
+    "expired": "computed: their ttl_seconds had ended",
+    "quota": "computed: their tenant was at its limit, host_max",
+    "too_short": "computed: they were there, but fewer than load_tokens_min in a row",
+    "late": "computed: the store, or the engine that hands over, took longer than the request "
+    "waits; limits.lookup_wait, or a faster store",
+    "planner": "computed: faster than reading them from the store; store.recompute: never reads "
+    "them in any case",
+    "store_away": "computed: the store had them, but failed, or reading is paused; kvlake status "
+    "has the reason",
+    "being_written": "computed: the engine had just computed them, and was storing them",
+    "refused": "computed: no sidecar, a request that cannot be cached, or a limit; kvlake status "
+    "and the engine's log say which",
+    "not_asked": "computed: the request or the engine does not read the cache, or not the store",
+    "failed": "computed: their load failed; the sidecar's log has the reason",
+    "tail": "computed: no chunk can hold them (the last token, and those behind the last block)",
+}
+"""By outcome (`protocol/prompts.py`): what it means, and what changes it."""
+
+
+def meaning_of_loss(outcome: str) -> str:
+    """Why a token was computed, and what changes it."""
+    return MEANINGS.get(outcome, "?").removeprefix(_COMPUTED)
+
+
+def sentences(
+    windows: Mapping[str, "Window"], seconds: "Seconds", settings: "GpuSettings"
+) -> list[str]:
+    """Over the shortest window with prompts, what was hit and lost, and why; then what it saved."""
+    name = next((name for name, window in windows.items() if window.tokens), None)
+    if name is None:
+        return ["no prompt in the last hour"]
+    tokens, share = windows[name].tokens, windows[name].hit_share
+    over = f"of {tokens.total():,} prompt tokens in the last {WINDOWS[name][1]}"
+    if share is None:
+        return [f"{over}, none could be cached"]
+    total = tokens.total() - tokens[PromptOutcome.TAIL]
+    sources = ", ".join(f"{one} {100 * tokens[one] / total:.0f}%" for one in LOADED)
+    lines = [f"{100 * share:.0f}% {over} were not computed ({sources})"]
+    lost = {one: n for one, n in tokens.items() if one not in (*LOADED, PromptOutcome.TAIL)}
+    if lost:
+        most = max(lost, key=lambda one: lost[one])
+        share = 100 * lost[most] / total
+        lines.append(f"{share:.0f}% were computed because of {most}: {meaning_of_loss(most)}")
+    evicted = tokens[PromptOutcome.EVICTED]
+    if evicted * THRASHING > total and not tokens[PromptOutcome.HOST]:
+        lines.append(
+            f"host hit rate 0%; {evicted:,} tokens were evicted before reuse: host.size is too "
+            "small"
+        )
+    return [*lines, _saved(seconds, settings)]
+
+
+def _saved(seconds: "Seconds", settings: "GpuSettings") -> str:
+    hours, net = seconds.gpu / 3600, seconds.saved - seconds.spent
+    worth = f", {hours * settings.hour_price:,.2f} {settings.currency}"
+    return (
+        f"since the start {net:,.1f} s of computing were saved, after {seconds.spent:,.1f} s for "
+        f"lookups and loads: {hours:,.2f} GPU-hours{worth if settings.hour_price else ''}"
+    )

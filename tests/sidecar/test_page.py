@@ -1,0 +1,221 @@
+"""The page at `/`, in a real browser without a network: it shows what /status says."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from sidecar.protocol import LoadChunk, LoadJob, Outcome
+from sidecar.protocol.prompts import PromptOutcome, PromptRecord, Prompts
+from tests.browser import browser as new_browser
+from tests.sidecar.client import (
+    WAIT_SECONDS_MAX,
+    RunningSidecar,
+    Scheduler,
+    Worker,
+    config_in,
+    key_of,
+)
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+PAGE_BYTES_MAX = 100_000
+HOSTILE = "<img src=x onerror=alert(1)>"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with new_browser() as browser:
+        yield browser
+
+
+@pytest.fixture
+def sidecar(short_directory: Path) -> Iterator[RunningSidecar]:
+    """One that stored and loaded two chunks, and heard of two prompts."""
+    keys = [key_of("prompt", number) for number in range(2)]
+    config = config_in(short_directory, store={"url": f"file://{short_directory}/bucket"})
+    with (
+        RunningSidecar(config) as sidecar,
+        Scheduler(sidecar.path) as scheduler,
+        Worker(sidecar.path) as worker,
+    ):
+        for number, key in enumerate(keys):
+            blocks = range(4 * number, 4 * number + 4)
+            assert worker.store(number, key, blocks, bytes(32)) is Outcome.OK
+        scheduler.lease(5, keys)
+        chunks = [LoadChunk(key, 0, [4 * n + b for b in range(4)]) for n, key in enumerate(keys)]
+        worker.submit(loads=[LoadJob(5, chunks)])
+        assert worker.outcome(5) is Outcome.OK
+        tokens = {PromptOutcome.HOST: 1600, PromptOutcome.EVICTED: 400, PromptOutcome.TAIL: 10}
+        records = [
+            PromptRecord("cmpl-1", tokens, bytes(32), 1600, load_us=10_000, saved_us=2_000_000),
+            PromptRecord(HOSTILE, {PromptOutcome.LOCAL: 100, PromptOutcome.NEW: 100}),
+        ]
+        scheduler.send(Prompts(scheduler.epoch, records))
+        sidecar.wait_until(
+            lambda now: now["prompts"]["prompts"] == 2 and now["counters"]["chunks_written"] == 2
+        )
+        yield sidecar
+
+
+@pytest.fixture
+def opened(browser: Browser, sidecar: RunningSidecar) -> Iterator[Callable[..., Page]]:
+    """Opens the page and waits until it shows something.
+
+    It may ask nobody but the sidecar, and the browser may find no fault with it.
+    """
+    asked: list[str] = []
+    faults: list[str] = []
+
+    def open_page(**options: Any) -> Page:
+        page = browser.new_page(**options)
+        page.set_default_timeout(1000 * WAIT_SECONDS_MAX)
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on("console", lambda message: faults.append(message.text))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(sidecar.info.http_url)
+        page.wait_for_selector("body[data-rounds]")
+        return page
+
+    yield open_page
+    assert faults == []
+    assert all(url.startswith(sidecar.info.http_url) for url in asked)
+
+
+def figure(page: Page, name: str) -> int:
+    return int(page.locator(f'[data-figure="{name}"]').inner_text().replace(",", ""))
+
+
+def test_its_figures_are_those_of_the_status(
+    opened: Callable[..., Page], sidecar: RunningSidecar
+) -> None:
+    page = opened()
+    status = sidecar.status()
+    tokens = status["prompts"]["tokens"]
+    shown = {name: figure(page, f"1h.{name}") for name in ("local", "host", "store", "computed")}
+    computed = tokens["evicted"] + tokens["new"]
+    assert shown == {"local": 100, "host": tokens["host"], "store": 0, "computed": computed}
+    for name in ("bytes_loaded", "bytes_stored", "bytes_written", "chunks_evicted"):
+        assert figure(page, name) == status["counters"][name]
+    assert figure(page, "chunks_in_host") == status["tiers"]["host"]["chunks"] == 2
+    assert figure(page, "chunks_in_store") == status["tiers"]["store"]["chunks"] == 2
+    assert page.locator(".sentence").all_inner_texts() == status["prompts"]["sentences"]
+    assert page.locator("#state").inner_text() == status["state"]
+    losses = page.locator("#losses tbody tr").all_inner_texts()
+    assert losses[0].startswith("evicted\t18%\t400\tthey had left host memory")
+
+
+def test_what_it_draws(opened: Callable[..., Page]) -> None:
+    page = opened()
+    bars = [one.text_content() or "" for one in page.locator("#stream rect title").all()]
+    assert sorted(text.partition(":")[0] for text in bars) == [
+        *("load", "store", "store", "write", "write")
+    ]
+    (load,) = (text for text in bars if text.startswith("load"))
+    assert re.search(r" in [\d.]+ ms, .+/s; tests/tiny; 2 chunks, engine ", load)
+    page.get_by_text("As a table, newest first").click()
+    assert page.locator("#transfer-list tbody tr").count() == len(bars)
+    first, second = page.locator("#request-list tbody tr").all_inner_texts()
+    assert first.startswith(HOSTILE), "what a client says is text"
+    assert "host 1,600" in second
+    assert "evicted 400, tail 10" in second
+    assert "at token 1,600" in second
+    assert page.locator("#curve-tokens polygon, #curve-bytes polyline").count() > 0
+
+
+def test_it_goes_on_and_pauses(opened: Callable[..., Page]) -> None:
+    page = opened()
+    page.wait_for_selector('body[data-rounds="2"]')
+    page.keyboard.press("p")
+    assert page.locator("#pause").get_attribute("aria-pressed") == "true"
+    page.get_by_role("button", name="Go on (p)").click()
+    page.wait_for_selector('body[data-rounds="4"]')
+
+
+def test_the_keyboard_is_enough(opened: Callable[..., Page]) -> None:
+    page = opened()
+    for number, place in enumerate(
+        ("helps", "healthy", "contents", "hour", "transfers", "requests"), 1
+    ):
+        page.keyboard.press(str(number))
+        assert page.url.endswith(f"#{place}")
+        assert page.locator(f'nav a[href="#{place}"]').evaluate(
+            "one => one === document.activeElement"
+        )
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_can_be_read_in_both_schemes(opened: Callable[..., Page], scheme: str) -> None:
+    page = opened(color_scheme=scheme)
+    for back in (brightness(page, one, "background-color") for one in ("body", "section")):
+        for selector in ("h1", ".sentence", ".dim", "#state", "td", "nav a", "button"):
+            front = brightness(page, selector, "color")
+            lighter, darker = max(front, back), min(front, back)
+            assert (lighter + 0.05) / (darker + 0.05) >= 4.5, f"{selector}: too low a contrast"
+
+
+def brightness(page: Page, selector: str, what: str) -> float:
+    """Relative luminance of a colour, as WCAG defines it."""
+    style = page.locator(selector).first.evaluate(
+        "(one, what) => getComputedStyle(one).getPropertyValue(what)", what
+    )
+    parts = [int(part) / 255 for part in re.findall(r"\d+", style)[:3]]
+    red, green, blue = (
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    )
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_a_narrow_window_does_not_scroll_sideways(opened: Callable[..., Page]) -> None:
+    page = opened(viewport={"width": 360, "height": 640})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+
+
+def test_it_says_when_the_sidecar_is_gone(browser: Browser, short_directory: Path) -> None:
+    with RunningSidecar(config_in(short_directory)) as sidecar:
+        page = browser.new_page()
+        page.goto(sidecar.info.http_url)
+        page.wait_for_selector("body[data-rounds]")
+        assert "no prompt in the last hour" in page.locator("#sentences").inner_text()
+    page.get_by_text("no answer from the sidecar").wait_for(timeout=1000 * WAIT_SECONDS_MAX)
+
+
+def test_it_asks_for_the_token(browser: Browser, short_directory: Path) -> None:
+    token = short_directory / "token"
+    token.write_text("the-right-token-of-it\n")
+    token.chmod(0o600)
+    config = config_in(short_directory, http={"token_file": str(token)})
+    with RunningSidecar(config) as sidecar:
+        page = browser.new_page()
+        page.set_default_timeout(1000 * WAIT_SECONDS_MAX)
+        page.goto(sidecar.info.http_url)
+        page.get_by_label("Token").fill("another-token-of-it")
+        page.get_by_role("button", name="Show").click()
+        page.get_by_text("The sidecar takes another token.").wait_for()
+        assert not page.locator("main").is_visible()
+        page.get_by_label("Token").fill("the-right-token-of-it")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("body[data-rounds]")
+        assert page.locator("main").is_visible()
+        assert "the-right-token-of-it" not in page.content()
+
+
+def test_the_file_is_small_and_locked(sidecar: RunningSidecar) -> None:
+    with urllib.request.urlopen(sidecar.info.http_url) as answer:
+        body, headers = answer.read(), answer.headers
+    assert len(body) < PAGE_BYTES_MAX
+    policy = headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert "frame-ancestors 'none'" in policy
+    assert headers["Content-Type"].startswith("text/html")
+    assert not re.search(rb"https?://(?!www\.w3\.org/2000/svg)", body), "nothing from elsewhere"
+    history = json.loads(sidecar.get("/history"))
+    assert history.keys() >= {"seconds_ago", "tokens", "bytes", "host_bytes"}
