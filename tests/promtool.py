@@ -1,8 +1,8 @@
-"""Prometheus' own `promtool`, with which the tests fire the alarms of deploy/prometheus.
+"""Prometheus and its `promtool`, with which the tests check what deploy/ has for them.
 
-No package of PyPI or npm has it. Debian's does, so `make setup` takes the program out of that one,
-into the environment: nothing is installed, and it takes no right. Where there is no Debian it is
-looked for on PATH.
+No package of PyPI or npm has them. Debian's does, so `make setup` takes the programs out of that
+one, into the environment: nothing is installed, and it takes no right. Where there is no Debian
+they are looked for on PATH.
 """
 
 from __future__ import annotations
@@ -17,36 +17,39 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-OWN: Final = Path(sys.prefix) / "promtool"
-"""Where `make setup` puts it."""
+PROGRAMS: Final = ("promtool", "prometheus")
 PACKAGES: Final = ("prometheus", "promtool")
-"""Package of Debian and Ubuntu; later releases have it in a package of its own."""
+"""Packages of Debian and Ubuntu; later releases have promtool in a package of its own."""
 REMEDY: Final = (
-    "promtool is not here, and the tests of the alarms need it. On Debian or Ubuntu `make setup` "
-    "fetches it; elsewhere install Prometheus so that `promtool` is on PATH"
+    "Prometheus and promtool are not here, and the tests of alarms and dashboards need them. On "
+    "Debian or Ubuntu `make setup` fetches them; elsewhere install Prometheus so that both are on "
+    "PATH"
 )
 
 
-def find() -> Path | None:
-    """Where it is, or None."""
-    if OWN.is_file():
-        return OWN
-    found = shutil.which("promtool")
+def find(program: str = "promtool") -> Path | None:
+    """Where `make setup` put a program, or where it is on PATH, or None."""
+    own = Path(sys.prefix) / program
+    if own.is_file():
+        return own
+    found = shutil.which(program)
     return None if found is None else Path(found)
 
 
 def fetch() -> None:
-    """Take it out of Debian's package. Raises `OSError` or `CalledProcessError`."""
+    """Take both out of Debian's packages. Raises `OSError` or `CalledProcessError`."""
     with tempfile.TemporaryDirectory(dir=sys.prefix, prefix="promtool-") as name:
         folder = Path(name)
         for package in _packages(folder):
             _run("dpkg", "--extract", str(package), str(folder))
-            program = folder / "usr" / "bin" / "promtool"
-            if program.is_file():
-                _run(str(program), "--version")
-                program.replace(OWN)
+            for name in PROGRAMS:
+                program = folder / "usr" / "bin" / name
+                if program.is_file():
+                    _run(str(program), "--version")
+                    program.replace(Path(sys.prefix) / name)
+            if all(map(find, PROGRAMS)):
                 return
-    raise FileNotFoundError(f"none of the packages {', '.join(PACKAGES)} has it")
+    raise FileNotFoundError(f"the packages {', '.join(PACKAGES)} do not have both")
 
 
 def _packages(folder: Path) -> Iterator[Path]:
@@ -72,7 +75,7 @@ def _run(*command: str, cwd: Path | None = None) -> None:
 
 def main() -> None:
     """For `make setup`: have it here if it can be had, and else say what lacks without it."""
-    if find() is not None:
+    if all(map(find, PROGRAMS)):
         return
     try:
         fetch()
