@@ -7,7 +7,7 @@ cache and logs that once. No method raises for a fault of the cache.
 
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
@@ -30,13 +30,14 @@ from connector.export import ExportedMemory, ExportRefused, GroupTensors, MemfdA
 from connector.identity.adapters import LoadedAdapters
 from connector.identity.mamba import states_of
 from connector.identity.namespace import adapter_settings
-from connector.identity.profile import EngineProfile
+from connector.identity.profile import EngineProfile, block_bytes_of
 from connector.metrics import KVLakePromMetrics, KVLakeStats
 from connector.options import CONNECTOR_OPTIONS, log_unknown_options
 from connector.plan import StepPlan, StepReport
 from connector.scheduler.outcomes import PromptTokens
 from connector.scheduler.requests import Settings
 from connector.scheduler.role import SchedulerRole
+from connector.scheduler.traces import Attributes, Tracer
 from connector.vllm_workarounds import (
     WeightChanges,
     called_by_multi_connector,
@@ -62,6 +63,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvlake")
 UNCACHED: Final = "kvlake: this engine is served without the cache, because %s"
+
+
+def emit_span(
+    name: str, headers: Mapping[str, str], begin: int, end: int, attributes: Attributes
+) -> None:
+    """Send a span below the caller's with the tracer of vLLM's engine core."""
+    from vllm.tracing import extract_trace_context, instrument_manual
+
+    instrument_manual(name, begin, end, attributes, extract_trace_context(headers))
 
 
 class KVLakeMetadata(KVConnectorMetadata):
@@ -274,7 +284,13 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             beside_others=self._beside_others,
             adapters=json.dumps(adapters, sort_keys=True) if adapters else "",
         )
-        self._scheduler = SchedulerRole(client, engine.groups, settings, gpu_block_pool)
+        tracer = Tracer()
+        if vllm_config.observability_config.otlp_traces_endpoint:
+            block_bytes = block_bytes_of(self._kv_cache_config, engine.world_size)
+            tracer = Tracer(emit_span, block_bytes)
+        self._scheduler = SchedulerRole(
+            client, engine.groups, settings, gpu_block_pool, tracer=tracer
+        )
         self._prompts = self._scheduler.prompts
         watch_engine_weights(self._scheduler)
 

@@ -54,6 +54,18 @@ class EngineGroup(CachedGroup):
         return layout.segment(self.layer_names, self.num_heads, rank, latent=self.latent)
 
 
+def block_bytes_of(kv_cache_config: Any, world_size: int) -> list[int]:
+    """Bytes of a block of each KV cache group, on all ranks together."""
+    return [
+        sum(
+            tensor.size // kv_cache_config.num_blocks * world_size
+            for tensor in kv_cache_config.kv_cache_tensors
+            if not set(group.layer_names).isdisjoint(tensor.shared_by)
+        )
+        for group in kv_cache_config.kv_cache_groups
+    ]
+
+
 class EngineProfile:
     """An engine as vLLM's configuration describes it."""
 

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from connector.scheduler.prefill import PrefillTimes
 from connector.scheduler.requests import RequestState
+from connector.scheduler.traces import Tracer
 from sidecar.protocol.prompts import (
     PROMPTS_PER_MESSAGE_MAX,
     REQUEST_ID_CHARACTERS_MAX,
@@ -59,7 +60,8 @@ class _Prompt:
 class PromptTokens:
     """Sorts the tokens of prompts."""
 
-    def __init__(self, times: PrefillTimes | None = None) -> None:
+    def __init__(self, times: PrefillTimes | None = None, tracer: Tracer | None = None) -> None:
+        self._tracer = Tracer() if tracer is None else tracer
         self._times = PrefillTimes() if times is None else times
         self._prompts: dict[str, _Prompt] = {}
         self._counts = Counter[PromptOutcome]()
@@ -117,6 +119,8 @@ class PromptTokens:
     def _count(self, prompt: _Prompt) -> None:
         tokens = _sorted(prompt)
         self._counts.update(tokens)
+        if prompt.state is not None:
+            self._tracer.prompt(prompt.state, tokens)
         if len(self._records) < PROMPTS_PER_MESSAGE_MAX:
             state = prompt.state
             seconds = (0.0, 0.0, 0.0) if state is None else state.seconds

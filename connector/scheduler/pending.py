@@ -108,6 +108,7 @@ class PendingLookups:
             self.stats.lookups_sent += 1
             state.from_store_keys.update(keys)
             now = self.clock()
+            state.read_began = state.read_began or now
             state.lookup = SentLookup(lookup_id, now, now + wait_ms / 1000, session)
             self.lookups[lookup_id] = state
 

@@ -126,12 +126,17 @@ class RequestState:
     """Where a hit ended that was too short to be loaded."""
     store_reason: PromptOutcome = PromptOutcome.NOT_ASKED
     """Why it does not load what only the object store has."""
+    lookup_began: float = 0.0
+    """When its first lookup began; the same of its first read and last load."""
     lookup_seconds: float = 0.0
     """Spent on lookups in the shared index."""
+    read_began: float = 0.0
     read_seconds: float = 0.0
     """For which it waited for the object store."""
     load_began: float = 0.0
     load_seconds: float = 0.0
+    loaded_bytes: tuple[int, int] = (0, 0)
+    """Bytes of its last load, and of those that a read brought; known only if it is traced."""
 
     @property
     def chain(self) -> KeyChain:

@@ -33,6 +33,7 @@ from connector.scheduler.prefill import DECODE_TOKENS_MAX
 from connector.scheduler.requests import PrefixCache, Requests, RequestState, Settings
 from connector.scheduler.stats import Stats
 from connector.scheduler.stores import StorePlanner, Stores
+from connector.scheduler.traces import Tracer
 from connector.vllm_workarounds import UncomputedBlocks
 from sidecar.protocol import Lease, LoadChunk, LoadJob, LookupDone, Release
 from sidecar.protocol.prompts import PromptOutcome, Prompts
@@ -51,10 +52,12 @@ class SchedulerRole:
         block_pool: Any,
         *,
         clock: Callable[[], float] = time.monotonic,
+        tracer: Tracer | None = None,
     ) -> None:
         self.client = client
         self._settings = settings
         self.clock = clock
+        self.tracer = Tracer(clock=clock) if tracer is None else tracer
         geometries = self._geometries = [group.geometry for group in groups]
         # One sequence for all jobs: `tiers.kv.fence` revokes by order of id.
         self.new_id: Callable[[], int] = itertools.count(2).__next__
@@ -65,8 +68,10 @@ class SchedulerRole:
         self.pending = PendingLookups(
             client, self._finder, self.stats, self.new_id, settings, clock
         )
-        self.prompts = PromptTokens(self.pending.times)
-        self.stores = Stores(block_pool, settings.world_size, self.stats, self.new_id, clock)
+        self.prompts = PromptTokens(self.pending.times, self.tracer)
+        self.stores = Stores(
+            block_pool, settings.world_size, self.stats, self.new_id, clock, self.tracer
+        )
         self.planner = StorePlanner(
             client, self.requests, self.stores, self.prefix_cache, self.stats, settings
         )
@@ -109,6 +114,7 @@ class SchedulerRole:
         state = self.requests.track(request)
         if state is None:
             return 0
+        state.lookup_began = state.lookup_began or began
         matched = self._matched_tokens(state, local_tokens)
         state.lookup_seconds += self.clock() - began
         return matched
@@ -234,6 +240,7 @@ class SchedulerRole:
         load = state.load = Load(request.request_id, LoadJob(self.new_id(), chunks))
         state.hit_sources = (external_tokens - stored_tokens, stored_tokens)
         state.load_began = self.clock()
+        self.tracer.planned(state, chunks)
         self._sort(state, end_tokens, loading=True)
         self.loading.add(request.request_id)
         self.plan.loads.append(load)

@@ -25,12 +25,12 @@ from connector.plan import BLOCK_ID_BYTES_MAX, OVERHEAD_BYTES_MAX, StepReport, S
 from connector.scheduler.lookup import keys_and_groups, pieces_kept
 from connector.scheduler.requests import GroupState, PrefixCache, Requests, RequestState, Settings
 from connector.scheduler.stats import Stats
+from connector.scheduler.traces import TOKEN_ID_BYTES, Tracer
 from sidecar.protocol import FRAME_BYTES_MAX, KEYS_PER_MESSAGE_MAX, Pin, StoreChunk, StoreJob
 from tiers.kv.index import FLAG_HOST
 
 JOB_BYTES_MAX: Final = FRAME_BYTES_MAX // 4
 """Upper bound of one job: it cannot be split later, and fails with its message."""
-TOKEN_ID_BYTES: Final = 4
 BLOCKS_WAIT_SECONDS_MAX: Final = 0.5
 """How long the engine waits for blocks, without any store ending, before it preempts."""
 
@@ -51,6 +51,7 @@ class _OpenStore:
     blocks: list[Any]
     keys: list[bytes]
     ranks_left: int
+    trace: Callable[[], None] | None
 
 
 @dataclass(eq=False)
@@ -62,6 +63,7 @@ class Stores:
     stats: Stats
     new_id: Callable[[], int]
     clock: Callable[[], float] = time.monotonic
+    tracer: Tracer = field(default_factory=Tracer)
     jobs: dict[int, _OpenStore] = field(default_factory=dict[int, _OpenStore], init=False)
     keys: set[bytes] = field(default_factory=set[bytes], init=False)
     _distrusted: dict[int, Any] = field(default_factory=dict[int, Any], init=False)
@@ -98,7 +100,9 @@ class Stores:
         self.block_pool.touch(held_blocks)
         keys = [chunk.key for chunk in chunks]
         self.keys.update(keys)
-        self.jobs[job_id] = _OpenStore(held_blocks, keys, self.world_size)
+        self.jobs[job_id] = _OpenStore(
+            held_blocks, keys, self.world_size, self.tracer.storing(state, chunks)
+        )
         self.stats.chunks_stored += len(chunks)
         params = state.request_params
         job = StoreJob(job_id, chunks, params.ttl_ms, params.stays)
@@ -155,6 +159,8 @@ class Stores:
                 del self.jobs[job_id]
                 self._blocks_awaited_since = None
                 self.keys.difference_update(job.keys)
+                if job.trace is not None:
+                    job.trace()
                 # Tail first, as vLLM frees a request: the head of a prefix is more useful.
                 self.block_pool.free_blocks(reversed(job.blocks))
 

@@ -170,6 +170,7 @@ class EngineProcess:
         prompt_logprobs: int | None = None,
         as_embeddings: bool = False,
         inputs: list[list[int]] | None = None,
+        trace_headers: dict[str, str] | None = None,
     ) -> int:
         """Start a request; its handle goes to `finish` or `abort`.
 
@@ -178,7 +179,8 @@ class EngineProcess:
         the data-parallel rank that computes it. The lowest `priority` runs first, if vLLM's
         scheduler is set to use it. With several `samples`, each is drawn with its own seed.
         `as_embeddings` sends rows of the model's embedding table instead of tokens. `inputs` follow
-        the prompt as streaming input; the result has the tokens of all answers.
+        the prompt as streaming input; the result has the tokens of all answers. `trace_headers`
+        name the caller's span.
         """
         return self._send(
             "generate",
@@ -197,6 +199,7 @@ class EngineProcess:
             prompt_logprobs=prompt_logprobs,
             as_embeddings=as_embeddings,
             inputs=inputs,
+            trace_headers=trace_headers,
         )
 
     def begin_embedding(
@@ -391,6 +394,7 @@ class _Host:
         prompt_logprobs: int | None,
         as_embeddings: bool,
         inputs: list[list[int]] | None,
+        trace_headers: dict[str, str] | None,
     ) -> dict[str, Any]:
         from vllm import SamplingParams
         from vllm.inputs import EmbedsPrompt, TokensPrompt
@@ -450,6 +454,7 @@ class _Host:
                 lora_request=lora,
                 data_parallel_rank=rank,
                 priority=priority,
+                trace_headers=trace_headers,
             ):
                 if last is None:
                     ttft = time.perf_counter() - started
