@@ -23,13 +23,13 @@ from vllm.v1.request import Request
 
 from connector.client import Client, SidecarSession
 from connector.identity.groups import CachedGroup, Geometry
-from connector.identity.keys import KeyChain, root_key
 from connector.plan import StepReport
 from connector.scheduler.requests import Settings
 from connector.scheduler.role import SchedulerRole
 from sidecar.protocol import ClientMessage, Limits, ServerMessage
 from sidecar.protocol.codec import encode
 from tiers.kv.index import FLAG_HOST, IndexReader, IndexWriter, tag_of
+from tiers.kv.keys import KeyChain, root_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -29,7 +29,6 @@ import numpy.typing as npt
 
 from connector.client import SidecarSession
 from connector.export import ExportedMemory
-from connector.identity.keys import NO_PARENT
 from connector.plan import Load, StepPlan, Store
 from connector.worker import WorkerRole
 from sidecar.protocol import (
@@ -41,6 +40,7 @@ from sidecar.protocol import (
     StoreChunk,
     StoreJob,
 )
+from tiers.kv.keys import NO_PARENT
 from tiers.kv.layout import CONTENT_BYTES_MAX, ROW_ENCODING, KVLayout, Segment
 from tiers.kv.memfd import keep_out_of_dumps, sealed_memfd
 

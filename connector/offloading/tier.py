@@ -35,7 +35,6 @@ import connector.ownership  # noqa: F401 # pyright: ignore[reportUnusedImport] (
 from connector.client import Attempt, Client, SidecarSession
 from connector.events import TierEvents
 from connector.export import ExportedMemory
-from connector.identity.keys import NO_PARENT
 from connector.identity.namespace import served_as
 from connector.offloading.keys import ChunkKeys, row_namespace_of
 from connector.offloading.staging import BLOCK_TOKENS, StagedRow, Staging
@@ -54,6 +53,7 @@ from sidecar.protocol import (
     sockets_of,
 )
 from tiers.kv.index import FLAG_HOST, FLAG_STORE
+from tiers.kv.keys import NO_PARENT
 
 TOPOLOGY: Final = "offloading"
 """Chunks hold the parts of all ranks."""

@@ -17,12 +17,12 @@ import numpy.typing as npt
 from connector.client import SidecarSession
 from connector.identity.adapters import Adapters
 from connector.identity.groups import CachedGroup, Geometry, State
-from connector.identity.keys import KeyChain, MediaItem, root_key
 from connector.identity.speculative import NO_DRAFTS, Speculation
 from connector.plan import Load
 from connector.request_params import RequestParams, RequestParamsReader
 from sidecar.protocol import tenant_id
 from sidecar.protocol.prompts import PromptOutcome
+from tiers.kv.keys import KeyChain, MediaItem, root_key
 
 logger = logging.getLogger("vllm.kvlake")
 

@@ -61,12 +61,14 @@ class SidecarClient:
     timeout_seconds: float = 5.0
     token: str = field(default="", repr=False)
 
-    def get(self, path: str = "/status") -> Document:
-        """The document of a path. Raises `NoAnswer`."""
+    def get(self, path: str = "/status", body: Document | None = None) -> Document:
+        """The document of a path; with a body, the answer to it. Raises `NoAnswer`."""
         url = f"{self.url.rstrip('/').removesuffix('/status')}{path}"
         target = url.partition("?")[0]
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        request = urllib.request.Request(url)  # noqa: S310 (`--url` and `url_of` give http alone)
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(url, data)  # noqa: S310 (its callers give http alone)
+        request.add_header("Content-Type", "application/json")
         if self.token:
             request.add_unredirected_header("Authorization", f"Bearer {self.token}")
         try:

@@ -1,18 +1,42 @@
-"""`kvlake explain`: where the tokens of the last prompts came from, and why some were computed.
+"""`kvlake explain`: where the tokens of prompts came from or are, and why some were computed.
 
 Does not own the figures: schedulers report them (`connector/scheduler/outcomes.py`), the sidecar
-keeps the last ones (`limits.prompts_kept`).
+keeps the last ones (`limits.prompts_kept`), and looks prompts up (`observe/prompt_match.py`).
 """
 
-from collections.abc import Sequence
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, cast
 
 from sidecar.cli.client import client_of, get_list
-from sidecar.cli.console import Document, NoAnswer, Options, duration, show, table
+from sidecar.cli.console import CommandError, Document, NoAnswer, Options, duration, show, table
 from sidecar.observe.benefit import MEANINGS
+from sidecar.sessions.model_names import printable
+
+TOKENS_MAX: Final = 1 << 20
+ANSWER_BYTES_MAX: Final = 16 << 20
+SAID_CHARACTERS_MAX: Final = 400
+NOT_FOR_TOKENS: Final = ("stream", "stream_options", "max_tokens", "max_completion_tokens")
+SHORT: Final = 24
+"""Characters of a value that is shown."""
+_PLACES: Final = {"host": "in host memory", "store": "in the object store"}
 
 
 def main(options: Options) -> None:
-    """Explain one request, or the last ones."""
+    """Explain one request, the last ones, or what is cached of a prompt."""
+    if options.prompt:
+        if options.request_id:
+            raise CommandError("give either --prompt or REQUEST_ID, not both")
+        question = read_question(options.prompt, options.engine, options.timeout)
+        document = client_of(options).get("/match", question)
+        if not isinstance(document.get("realms"), list):
+            raise NoAnswer("the sidecar answered something else; restart it with this release")
+        show(document, render_match, as_json=options.json)
+        return
     query = {"last": str(options.last)}
     if options.request_id:
         query["request"] = options.request_id
@@ -59,3 +83,129 @@ def _prompt(one: Document) -> str:
         f"loaded would have taken {one.get('saved_ms', 0):.0f} ms"
     )
     return "\n".join(lines)
+
+
+def render_match(document: Document) -> str:
+    """What each realm has of a prompt, as text."""
+    realms: list[Document] = document["realms"]
+    total: int = document["tokens"]
+    if not realms:
+        return f"{total:,} tokens; no engine has attached yet, so nothing is cached"
+    # The one that is used now, or else has most of it, is what the others differ from.
+    first = next((one for one in realms if one["attached"]), realms[0])
+    others = [one for one in realms if one is not first and one["model"] == first["model"]]
+    parts = [_match(first, total)]
+    for one in others:
+        unlike = _differences(first["about"], one["about"]) or ["topology"]
+        parts.append(f"{_match(one, total)}\nit differs from the first in {', '.join(unlike)}")
+    return "\n\n".join(parts)
+
+
+def _match(one: Document, total: int) -> str:
+    attached = "attached" if one["attached"] else "no engine attached"
+    layers = f", {one['layers']}" if one.get("layers") else ""
+    cached = f"{one['found_tokens']:,} of {total:,} tokens cached"
+    lines = [f"{one['model']}{layers}  {cached}, namespace {one['namespace']}, {attached}"]
+    rows: list[Sequence[object]] = [("FROM", "TO", "")]
+    begin = 0
+    for run in one["runs"]:
+        where = str(run["where"])
+        rows.append((f"{begin:,}", f"{run['end_tokens']:,}", _PLACES.get(where, MEANINGS[where])))
+        begin = run["end_tokens"]
+    if begin < total:
+        rows.append((f"{begin:,}", f"{total:,}", MEANINGS["tail"]))
+    lines.append(table(rows))
+    if one.get("missed_gone_seconds") is not None:
+        lines.append(f"the first one left the cache {duration(one['missed_gone_seconds'])} ago")
+    if one.get("differs_at") is not None:
+        lines.append(
+            f"the prompt differs from a cached one at token {one['differs_at']:,} (chunk "
+            f"{one['nearest'][:32]} begins as it does)"
+        )
+    elif one.get("nearest"):
+        lines.append(
+            "the same tokens are cached under another key: another adapter or image "
+            f"(chunk {one['nearest'][:32]})"
+        )
+    return "\n".join(lines)
+
+
+def _differences(first: Document, other: Document) -> list[str]:
+    """Names of the settings that differ, with both values where they are short."""
+    found: list[str] = []
+    for name in sorted({*first, *other}):
+        values = first.get(name), other.get(name)
+        if values[0] != values[1]:
+            texts = [json.dumps(value) for value in values]
+            short = all(len(text) <= SHORT for text in texts)
+            found.append(f"{name} ({texts[0]}, {texts[1]})" if short else name)
+    return found
+
+
+def read_question(place: str, engine: str, seconds_max: float) -> Document:
+    """The prompt in a file, as the sidecar's `/match` takes it. Raises `CommandError`."""
+    try:
+        text = sys.stdin.read() if place == "-" else Path(place).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"--prompt {place}: {error}; give a readable file in UTF-8") from error
+    try:
+        given: object = json.loads(text)
+    except ValueError:
+        given = text
+    if isinstance(given, dict):
+        body = cast("dict[str, Any]", given)
+    elif isinstance(given, list):
+        body = {"prompt": cast("list[object]", given)}
+    else:
+        body = {"prompt": text}
+    salt: object = body.get("cache_salt") or ""
+    if not isinstance(salt, str):
+        raise CommandError(f"--prompt {place}: cache_salt={salt!r}; it must be text")
+    tokens = body.get("prompt")
+    if not isinstance(tokens, list):
+        if not body.get("messages") and not tokens:
+            raise CommandError(
+                f"--prompt {place}: there is no prompt in it; give text, a list of token ids, or "
+                "the body of a request with prompt or messages"
+            )
+        tokens = _tokens_of(body, engine, seconds_max)
+    return {"tokens": _checked(cast("list[object]", tokens), place), "cache_salt": salt}
+
+
+def _checked(tokens: list[object], place: str) -> list[object]:
+    wrong = next((one for one in tokens if type(one) is not int or not 0 <= one < 1 << 31), None)
+    if wrong is not None:
+        raise CommandError(f"--prompt {place}: {wrong!r} is no token id; they are whole numbers")
+    if not 0 < len(tokens) <= TOKENS_MAX:
+        raise CommandError(
+            f"--prompt {place}: it has {len(tokens):,} tokens; give between 1 and {TOKENS_MAX:,}"
+        )
+    return tokens
+
+
+def _tokens_of(body: Mapping[str, Any], engine: str, seconds_max: float) -> list[object]:
+    """Ask vLLM. Raises `NoAnswer`."""
+    url = f"{engine.rstrip('/')}/tokenize"
+    asked = {name: value for name, value in body.items() if name not in NOT_FOR_TOKENS}
+    request = urllib.request.Request(  # noqa: S310 (the option's type takes http and https alone)
+        url, json.dumps(asked).encode(), {"Content-Type": "application/json"}
+    )
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=seconds_max) as answer:
+            document: Any = json.loads(answer.read(ANSWER_BYTES_MAX))
+        tokens = document["tokens"]
+    except urllib.error.HTTPError as error:
+        with error:
+            said = printable(
+                error.read(ANSWER_BYTES_MAX).decode(errors="replace"), SAID_CHARACTERS_MAX
+            )
+        raise NoAnswer(f"{url} answered {error.code}: {said}") from error
+    except OSError as error:
+        raise NoAnswer(
+            f"no answer from {url}: {error}; text needs the vLLM server that serves the model "
+            "(--engine), a list of token ids does not"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise NoAnswer(f"{url} answered without tokens; is that a vLLM server?") from error
+    return cast("list[object]", tokens)

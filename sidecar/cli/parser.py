@@ -160,6 +160,19 @@ def _add_node_commands(commands: _Commands) -> None:
         "request_id", nargs="?", default="", metavar="REQUEST_ID", help="vLLM's id of a request"
     )
     explain.add_argument(
+        "--prompt",
+        metavar="FILE",
+        help="look a prompt up chunk by chunk: text, a list of token ids in JSON, or the body of a "
+        "request to vLLM's API; - for standard input",
+    )
+    explain.add_argument(
+        "--engine",
+        type=_address,
+        default="http://127.0.0.1:8000",
+        metavar="URL",
+        help="with --prompt: the vLLM server that makes tokens of text (default: %(default)s)",
+    )
+    explain.add_argument(
         "--last", type=_count, default=1, metavar="N", help="how many prompts (default: 1)"
     )
     where = explain.add_mutually_exclusive_group()

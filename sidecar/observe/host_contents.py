@@ -84,7 +84,8 @@ class HostContents:
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
-        self._lock = asyncio.Lock()
+        self.lock = asyncio.Lock()
+        """Held by the query that is being answered."""
 
     async def usage(self, namespace: str = "") -> Document:
         """What each namespace and tenant holds; only one namespace if its digits are given.
@@ -92,9 +93,9 @@ class HostContents:
         Raises `QueryError`.
         """
         chosen = dict([self._namespace(namespace)]) if namespace else self._namespaces()
-        async with self._lock:
+        async with self.lock:
             found = [
-                _describe(name, realms) | await self._usage_of(realms)
+                describe(name, realms) | await self._usage_of(realms)
                 for name, realms in chosen.items()
             ]
         unclaimed = self._dispatcher.engine.host.restored_slots.num_bytes
@@ -103,7 +104,7 @@ class HostContents:
     async def _usage_of(self, realms: list[RealmLayout]) -> Document:
         total = _Sums()
         tenants: defaultdict[bytes, _Sums] = defaultdict(_Sums)
-        async for chunk in self._chunks(realms):
+        async for chunk in self.walk(realms):
             size_bytes = _size_bytes(chunk)
             total.add(chunk, size_bytes)
             tenants[chunk.tenant].add(chunk, size_bytes)
@@ -122,8 +123,8 @@ class HostContents:
         name, realms = self._namespace(query.namespace)
         tenant = self._tenant(query.tenant)
         found: list[tuple[str, Chunk]] = []
-        async with self._lock:
-            async for chunk in self._chunks(realms):
+        async with self.lock:
+            async for chunk in self.walk(realms):
                 # Two realms of a namespace may each have a chunk with this key.
                 place = f"{chunk.key.hex()}:{chunk.realm.realm_id:09d}"
                 if place <= query.after or not place.startswith(query.key):
@@ -137,13 +138,14 @@ class HostContents:
         # Chunks that were evicted since are left out, so the list may be empty.
         chunks = [self._chunk(chunk) for _, chunk in kept if _held(chunk)]
         return {
-            **_describe(name, realms),
+            **describe(name, realms),
             "chunks": chunks,
             "last": kept[-1][0] if kept else "",
             "more": len(found) > len(kept),
         }
 
-    async def _chunks(self, realms: Iterable[RealmLayout]) -> AsyncIterator[Chunk]:
+    async def walk(self, realms: Iterable[RealmLayout]) -> AsyncIterator[Chunk]:
+        """The chunks of these realms in host memory. Hold `lock` meanwhile."""
         for one in realms:
             realm = self._dispatcher.engine.directory.realms.get(one.realm_id)
             known = [] if realm is None else list(realm.chunks.values())
@@ -212,7 +214,7 @@ def _size_bytes(chunk: Chunk) -> int:
     return sum(one.slot_bytes for one in chunk.segments if one.state is SegmentState.HOST)
 
 
-def _describe(name: str, realms: list[RealmLayout]) -> Document:
+def describe(name: str, realms: list[RealmLayout]) -> Document:
     """A namespace, as `kvlake du` shows it."""
     about: Document = json.loads(realms[0].namespace)
     served_as = next((realm.model for realm in realms if realm.model), "")

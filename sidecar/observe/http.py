@@ -34,6 +34,7 @@ from sidecar.errors import StartError
 from sidecar.observe import page
 from sidecar.observe.host_contents import HostContents, QueryError, parse_query
 from sidecar.observe.metrics import SidecarMetrics
+from sidecar.observe.prompt_match import BODY_BYTES_MAX, PromptMatches, parse_question
 from sidecar.observe.prompts import PROMPTS_SHOWN, PromptDocuments
 from sidecar.observe.status import SidecarStatus
 from sidecar.service.dispatcher import Dispatcher
@@ -65,6 +66,7 @@ class Documents:
         self.metrics = SidecarMetrics(dispatcher, watchdog, refused)
         self.status = SidecarStatus(dispatcher, watchdog)
         self.host = HostContents(dispatcher)
+        self.matches = PromptMatches(dispatcher, self.host)
         self.prompts = PromptDocuments(dispatcher)
         self.times = dispatcher.copies.times
 
@@ -140,12 +142,14 @@ class HttpServer:
         self._page_text, self._page_headers = page.load()
         self.refused = {"connection": 0, "token": 0}
         """Connections, and requests without the token."""
-        application = web.Application(middlewares=[self._answering])
+        application = web.Application(middlewares=[self._answering], client_max_size=BODY_BYTES_MAX)
         application.router.add_get("/", self._page)
         application.router.add_get("/healthz", _health)
         application.router.add_get("/readyz", self._readiness)
         for path in _GUARDED:
-            application.router.add_get(path, self._guarded)
+            # The only one whose question is too long for an address.
+            add = application.router.add_post if path == "/match" else application.router.add_get
+            add(path, self._guarded)
         self._runner = web.AppRunner(
             application,
             handle_signals=False,
@@ -297,6 +301,10 @@ async def _prompts(documents: Documents, request: web.Request) -> web.Response:
     return _json(documents.prompts.document(int(last), request.query.get("request", "")))
 
 
+async def _match(documents: Documents, request: web.Request) -> web.Response:
+    return _json(await documents.matches.document(parse_question(await request.read())))
+
+
 async def _transfers(documents: Documents, request: web.Request) -> web.Response:
     after = request.query.get("after", "0")
     if not re.fullmatch(r"[0-9]{1,18}", after):
@@ -319,6 +327,7 @@ _GUARDED: Final = {
     "/transfers": _transfers,
     "/host": _host_usage,
     "/host/chunks": _host_chunks,
+    "/match": _match,
 }
 """Routes that need the token, and answer once there are documents."""
 

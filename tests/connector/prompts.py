@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from connector.identity.keys import KeyChain, root_key
 from connector.identity.namespace import digest_of
 from connector.scheduler.stats import Stats
 from sidecar.protocol import Limits, Submit
 from tests.connector.configurations import BLOCK_TOKENS, CHUNK_TOKENS, request_of
 from tests.connector.engine import Engine
+from tiers.kv.keys import KeyChain, root_key
 
 PROMPT = [number % 97 for number in range(300)]
 """Four full chunks, and a tail of two blocks and 12 tokens."""

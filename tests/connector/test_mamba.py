@@ -25,7 +25,6 @@ from vllm.v1.kv_cache_interface import (
 
 from connector.export import GroupTensors, MemfdAllocation, export
 from connector.identity.groups import whole_blocks
-from connector.identity.keys import KeyChain, root_key
 from connector.identity.namespace import digest_of
 from connector.identity.profile import EngineProfile
 from connector.vllm import KVLakeConnector
@@ -42,6 +41,7 @@ from tests.connector.conversations import prompt_of
 from tests.connector.engine import Engine
 from tests.releases import STATE_BEFORE, has_vllm, require_vllm
 from tiers.kv.copy import CopyPlan
+from tiers.kv.keys import KeyChain, root_key
 from tiers.kv.layout import Segment
 
 PROMPT = prompt_of(300, 1)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 
-from connector.identity.keys import KeyChain
 from connector.scheduler.pending import SESSIONS_ASKED_MAX
 from sidecar.protocol import (
     Lease,
@@ -32,6 +31,7 @@ from tests.connector.prompts import (
     seen,
     total,
 )
+from tiers.kv.keys import KeyChain
 
 
 class TestStoreOnly:

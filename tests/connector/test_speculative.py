@@ -17,7 +17,6 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.request import Request
 
-from connector.identity.keys import KeyChain
 from connector.identity.profile import EngineProfile
 from connector.identity.speculative import (
     NO_DRAFTS,
@@ -38,6 +37,7 @@ from tests.connector.configurations import (
 from tests.connector.content import next_token
 from tests.connector.conversations import converse, prompt_of
 from tests.connector.engine import Engine
+from tiers.kv.keys import KeyChain
 
 DRAFTS = 3
 NGRAM = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_max": 3}

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from connector.export import ExportedMemory
-from connector.identity.keys import NO_PARENT
 from connector.offloading.staging import (
     BLOCK_TOKENS,
     TOKEN_IDS,
@@ -28,6 +27,7 @@ from sidecar.protocol import Done, JobOutcome, Outcome, Submit
 from sidecar.protocol.codec import decode_client, encode
 from tests.connector.double import LIMITS
 from tests.connector.workersession import WorkerSession
+from tiers.kv.keys import NO_PARENT
 from tiers.kv.layout import CONTENT_BYTES_MAX
 
 ROW_BYTES = 8192

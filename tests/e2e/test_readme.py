@@ -115,6 +115,21 @@ class Machine:
         status: dict[str, Any] = json.loads(told.stdout)
         return status
 
+    def looked_up(self, prompt: str) -> dict[str, Any]:
+        """What `kvlake explain --prompt` finds of a text in the engine's namespace."""
+        told = subprocess.run(
+            ["kvlake", "explain", "--prompt", "-", "--engine", self._engine, "--json"],
+            cwd=ROOT,
+            env=self._environment,
+            input=prompt.encode(),
+            capture_output=True,
+            check=True,
+            timeout=60,
+        )
+        [realm] = json.loads(told.stdout)["realms"]
+        assert realm["attached"]
+        return dict(realm)
+
     def status(self) -> dict[str, Any]:
         """The same without the command."""
         return SidecarClient(url_of(Config()), WAIT_SECONDS_MAX).get()
@@ -238,6 +253,15 @@ class TestFirstCluster:
         first.wait_for("chunks_stored", stored + 4)
         assert first.count("chunks_loaded") == loaded
         first.wait("it is loaded", lambda: first.hits("w6 w7 w8", loaded + 4), WAIT_SECONDS_MAX)
+
+    @pytest.mark.promise("prompt-match")
+    def test_a_prompt_is_looked_up_by_its_text(self, first: Machine) -> None:
+        found = first.looked_up(f"{PREFIX} w12")
+        assert (found["found_tokens"], found["runs"][0]["where"]) == (1024, "host")
+        words = PREFIX.split()
+        words[600] = "w13"
+        changed = first.looked_up(" ".join(words))
+        assert (changed["found_tokens"], changed["differs_at"]) == (512, 600)
 
     def test_a_killed_sidecar_is_started_again(self, first: Machine) -> None:
         """The engine serves on meanwhile, and uses the new one as soon as it is there."""

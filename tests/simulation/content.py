@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from connector.identity.groups import Attention, Geometry, chunk_tokens_of
-from connector.identity.keys import KeyChain, root_key
 from tests.simulation.clock import Violation
+from tiers.kv.keys import KeyChain, root_key
 from tiers.kv.layout import ChunkLayout, KVLayout, Segment
 from tiers.kv.slot_image import SlotTemplates
 

@@ -167,6 +167,14 @@ class _Columns:
         self.tags = words[start + slots : start + _SLOT_WORDS * slots].reshape(slots, 2)
         self.bucket_mask = np.uint64(slots // _BUCKET_SLOTS - 1)
 
+    def flags(self, tags: Words) -> npt.NDArray[np.uint8]:
+        """Flags of each tag; 0 means absent."""
+        flags = np.zeros(len(tags), dtype=np.uint8)
+        mixed = mix_words(tags[:, 0], tags[:, 1])
+        states, hits, _ = self.find(tags, _check_words(mixed), _buckets(mixed, self.bucket_mask))
+        flags[hits >> 4] = states.ravel()[hits]
+        return flags
+
     def find(self, tags: Words, checks: Words, buckets: Numbers) -> tuple[Words, Numbers, Numbers]:
         """The states in the two buckets of each tag, XORed with its check, of shape (n, 16).
 
@@ -235,6 +243,10 @@ class IndexWriter:
             return True
         lost = len(self.overflow) * _ENTRIES_PER_OVERFLOW > self._entries
         return lost and self._entries * 4 >= self.slots
+
+    def lookup(self, tags: Words) -> npt.NDArray[np.uint8]:
+        """What a reader finds of each tag; see `IndexReader.lookup`."""
+        return self._columns.flags(tags)
 
     def set(self, tag: bytes, flags: int) -> None:
         """Publish `flags` (1 to 255) for `tag` (16 bytes), or withdraw it with 0.
@@ -413,11 +425,7 @@ class IndexReader:
 
         After the writer's `close`, everything is absent.
         """
-        flags = np.zeros(len(tags), dtype=np.uint8)
-        mixed = mix_words(tags[:, 0], tags[:, 1])
-        buckets = _buckets(mixed, self._columns.bucket_mask)
-        states, hits, _ = self._columns.find(tags, _check_words(mixed), buckets)
-        flags[hits >> 4] = states.ravel()[hits]
+        flags = self._columns.flags(tags)
         # Read last: an index that is open now was open when the states were loaded.
         if self._columns.header[_HEADER_CLOSED]:
             flags[:] = 0

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connector.identity.keys import NO_PARENT, KeyChain, MediaItem, root_key
+from tiers.kv.keys import NO_PARENT, KeyChain, MediaItem, root_key
 
 NAMESPACE = bytes(range(32))
 ROOT = root_key(NAMESPACE)
@@ -36,7 +36,7 @@ def all_keys(chain: KeyChain) -> set[bytes]:
 
 def test_keys_do_not_depend_on_the_hash_seed() -> None:
     code = (
-        "from connector.identity.keys import *\n"
+        "from tiers.kv.keys import *\n"
         "r = root_key(bytes(32), salt='s', lora='l')\n"
         "c = KeyChain(r, 16, 4, [MediaItem('image', 3, 20)])\n"
         "c.extend(range(70))\n"
