@@ -61,6 +61,7 @@ _COLUMNS: Final = {
     "CHUNKS": "chunks",
 }
 _HOST_COLUMNS: Final = {**_COLUMNS, "PARTS": "parts", "SIZE": "size_bytes"}
+_SHARES: Final = {"ages": "LAST USED WITHIN", "depths": "TOKENS BEFORE, BELOW"}
 _STORE_COLUMNS: Final = {
     **_COLUMNS,
     "OBJECTS": "objects",
@@ -176,9 +177,23 @@ def _host_text(document: Document) -> str:
     rows = _rows(document)
     usage = document_table(rows, _HOST_COLUMNS) if rows else "no engine has attached yet"
     lines = [_host_heading(document["host"]), usage]
+    for field, heading in _SHARES.items():
+        lines += _shares(document["namespaces"], field, heading)
     if unclaimed := document["unclaimed_bytes"]:
         lines.append(f"{approximate_size(unclaimed)} of an earlier run wait for their engine")
     return "\n".join(lines)
+
+
+def _shares(namespaces: Sequence[Document], field: str, heading: str) -> list[str]:
+    """Which part of each namespace's bytes is in each class; nothing of a sidecar without them."""
+    used = [one for one in namespaces if one["size_bytes"] and one.get(field)]
+    if not used:
+        return []
+    rows: list[Sequence[object]] = [(heading, *(used[0][field]))]
+    for one in used:
+        shares = [100 * sums["size_bytes"] / one["size_bytes"] for sums in one[field].values()]
+        rows.append((one["namespace"], *(f"{share:.0f}%" for share in shares)))
+    return ["", table(rows)]
 
 
 def _rows(document: Document) -> list[Document]:

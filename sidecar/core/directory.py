@@ -122,6 +122,8 @@ class Chunk:
     retention: Retention = FOR_EVER
     hosted: int = 0
     """Ranks whose segment is HOST."""
+    used_at: float = 0.0
+    """When it was used last, or came, by the engine's clock."""
     detached: bool = False
     gone: Gone | None = Gone.EVICTED
     """Why it left host memory, once it has; None: nobody needs to know."""

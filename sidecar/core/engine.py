@@ -128,7 +128,7 @@ class Engine:
             KeyError: a copy, read or write ended that was not running.
             IllegalTransition: a bug in the engine.
         """
-        self.lookups.now = now
+        self.lookups.now = self.host.now = now
         self.host.expire(now)
         self._apply_host_changes()
         # Before the event, because rows of the catalog are counted apart from other changes.

@@ -70,6 +70,7 @@ class HostTier:
         self._policy = policy
         self._counters = counters
         self._tenants = tenants
+        self.now = 0.0
         self.changes: deque[tuple[HostChange, Chunk]] = deque()
         """What happened, oldest first, until the engine has taken it."""
         self.allocated: set[int] = set()
@@ -100,6 +101,7 @@ class HostTier:
         """Note a use of a chunk."""
         if chunk.hosted and not chunk.detached:
             self._use(chunk)
+            chunk.used_at = self.now
             for segment in chunk.segments:
                 if segment.state is SegmentState.HOST:
                     self.slots.touch(segment.slot)
@@ -169,6 +171,7 @@ class HostTier:
         segment.num_blocks = num_blocks
         segment.verified = cause is not Cause.RESTORED
         chunk.parent = parent
+        chunk.used_at = self.now
         self._directory.move(segment, cause)
         if chunk.hosted == 1:
             self._enter(chunk)

@@ -12,13 +12,15 @@ import asyncio
 import bisect
 import dataclasses
 import json
+import math
 import re
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from sidecar.core.directory import Chunk, SegmentState
+from sidecar.core.directory import ZERO_KEY, Chunk, SegmentState
 from sidecar.service.dispatcher import Dispatcher
 from sidecar.sessions.model_names import layers_of, model_name
 from sidecar.sessions.namespaces import RealmLayout
@@ -26,6 +28,12 @@ from tiers.catalog.names import KEY_BYTES, NAMESPACE_CHARACTERS
 
 CHUNKS_PER_SLICE: Final = 1024
 LIMIT_MAX: Final = 1000
+AGES: Final = {"1 min": 60.0, "10 min": 600.0, "1 h": 3600.0, "1 day": 86400.0, "longer": math.inf}
+"""Seconds since the last use, or since the chunk came, below each."""
+DEPTHS: Final = {"1k": 1 << 10, "4k": 1 << 12, "16k": 1 << 14, "64k": 1 << 16, "more": math.inf}
+"""Tokens before the chunk, below each."""
+UNKNOWN_DEPTH: Final = "unknown"
+"""Chunks behind one that is not in host memory."""
 TENANTS_LISTED_MAX: Final = 1000
 _DIGITS: Final = 2 * KEY_BYTES
 _FIELDS: Final = {
@@ -104,10 +112,21 @@ class HostContents:
     async def _usage_of(self, realms: list[RealmLayout]) -> Document:
         total = _Sums()
         tenants: defaultdict[bytes, _Sums] = defaultdict(_Sums)
+        ages, depths = (
+            {name: _Sums() for name in names} for names in (AGES, [*DEPTHS, UNKNOWN_DEPTH])
+        )
+        chunk_tokens = {one.realm_id: one.block_tokens * one.blocks_per_chunk for one in realms}
+        places: dict[Chunk, int | None] = {}
         async for chunk in self.walk(realms):
             size_bytes = _size_bytes(chunk)
-            total.add(chunk, size_bytes)
-            tenants[chunk.tenant].add(chunk, size_bytes)
+            seconds = time.monotonic() - chunk.used_at
+            age = next(name for name, below in AGES.items() if seconds < below)
+            depth, place = UNKNOWN_DEPTH, _place(chunk, places)
+            if place is not None:
+                tokens = place * chunk_tokens[chunk.realm.realm_id]
+                depth = next(name for name, below in DEPTHS.items() if tokens < below)
+            for sums in (total, tenants[chunk.tenant], ages[age], depths[depth]):
+                sums.add(chunk, size_bytes)
         largest = sorted(tenants.items(), key=lambda one: -one[1].size_bytes)
         return {
             **dataclasses.asdict(total),
@@ -116,6 +135,8 @@ class HostContents:
                 for tenant, sums in largest[:TENANTS_LISTED_MAX]
             ],
             "tenants_left_out": max(0, len(largest) - TENANTS_LISTED_MAX),
+            "ages": {name: dataclasses.asdict(sums) for name, sums in ages.items()},
+            "depths": {name: dataclasses.asdict(sums) for name, sums in depths.items()},
         }
 
     async def chunks(self, query: ChunkQuery) -> Document:
@@ -208,6 +229,29 @@ class HostContents:
 
 def _held(chunk: Chunk) -> bool:
     return chunk.hosted > 0 and not chunk.detached
+
+
+def _place(chunk: Chunk, known: dict[Chunk, int | None]) -> int | None:
+    """How many chunks precede this one, if host memory has all of them; `known` grows."""
+    path: list[Chunk] = []
+    one: Chunk | None = chunk
+    place: int | None = None
+    while one is not None:
+        if one in known:
+            place = known[one]
+            break
+        # A circle of parents, which no chain of hashes has, ends as unknown.
+        known[one] = None
+        path.append(one)
+        if one.parent == ZERO_KEY:
+            place = -1
+            break
+        one = one.realm.chunks.get(one.parent)
+        if one is not None and not _held(one):
+            break
+    for one in reversed(path):
+        known[one] = place = None if place is None else place + 1
+    return place
 
 
 def _size_bytes(chunk: Chunk) -> int:

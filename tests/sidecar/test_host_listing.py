@@ -11,7 +11,7 @@ import yaml
 
 from sidecar.cli import main
 from sidecar.observe.host_contents import QueryError, parse_query
-from sidecar.protocol import Outcome, StoreJob, tenant_id
+from sidecar.protocol import Outcome, Role, StoreJob, tenant_id
 from tests import places
 from tests.sidecar.client import (
     NAMESPACE,
@@ -21,6 +21,8 @@ from tests.sidecar.client import (
     config_in,
     key_of,
 )
+from tests.sidecar.engine_names import key
+from tests.sidecar.worlds import no_writes
 
 A, B = tenant_id("a"), tenant_id("b")
 OTHER = json.dumps({"model": {"digest": "ab" * 32}}).encode()
@@ -220,3 +222,37 @@ def test_the_token_is_required(short_directory: Path, kvlake: Command, tmp_path:
 def test_a_query_outside_its_bounds(query: dict[str, str], field: str) -> None:
     with pytest.raises(QueryError, match=f"^{field}="):
         parse_query(query)
+
+
+def test_host_memory_by_depth_and_age(short_directory: Path, kvlake: Command) -> None:
+    with RunningSidecar(config_in(short_directory)) as sidecar, Worker(sidecar.path) as worker:
+        kvlake.sections = {"http": {"port": int(sidecar.info.http_url.rpartition(":")[2])}}
+        assert "LAST USED" not in kvlake("du")
+        parent = bytes(32)
+        # Chunks of 64 tokens: 16 begin below 1,024 tokens.
+        for number in range(20):
+            key = key_of("chain", number)
+            assert worker.store(number, key, [number % 8], parent) is Outcome.OK
+            parent = key
+        assert worker.store(20, key_of("orphan"), [0], key_of("elsewhere")) is Outcome.OK
+        (tiny,) = kvlake.json("du")["namespaces"]
+        chunks = {name: sums["chunks"] for name, sums in tiny["depths"].items()}
+        assert chunks == {"1k": 16, "4k": 4, "16k": 0, "64k": 0, "more": 0, "unknown": 1}
+        assert {name for name, sums in tiny["ages"].items() if sums["chunks"]} == {"1 min"}
+        assert tiny["ages"]["1 min"]["size_bytes"] == tiny["size_bytes"]
+        page = kvlake("du").splitlines()
+        (heading,) = (number for number, line in enumerate(page) if "TOKENS BEFORE" in line)
+        assert page[heading + 1].split()[1:] == ["76%", "19%", "0%", "0%", "0%", "5%"]
+
+
+def test_a_use_makes_a_chunk_young() -> None:
+    world = no_writes(slabs=1, slab_slots=4)
+    worker = world.open(Role.WORKER)
+    world.stored(worker, 1, [1])
+    world.now += 100.0
+    world.stored(worker, 2, [2])
+    chunks = world.engine.directory.realms[0].chunks
+    assert chunks[key(2)].used_at - chunks[key(1)].used_at == 100.0
+    world.now += 50.0
+    world.load(worker, 3, [1])
+    assert chunks[key(1)].used_at - chunks[key(2)].used_at == 50.0
