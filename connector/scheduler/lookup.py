@@ -41,6 +41,8 @@ class Hit(NamedTuple):
     """Where it would end with what the object store has."""
     wanted: Sequence[tuple[int, bytes]] = ()
     """Group and key of what it lacks in host memory for that, in order."""
+    held: Sequence[tuple[int, bytes]] = ()
+    """The same of what host memory has of it, and must keep while the rest is read."""
     read_tokens: int = 0
     """Tokens that only a read of these brings: a missing state costs everything after it."""
 
@@ -68,9 +70,9 @@ class HitFinder:
         wanted_tokens = self._reach(state, session, local_tokens, anywhere, ANYWHERE)
         if wanted_tokens <= end_tokens:
             return Hit(end_tokens, end_tokens)
-        wanted, first_tokens = self._wanted(state, session, local_tokens, wanted_tokens)
+        held, wanted, first_tokens = self._wanted(state, session, local_tokens, wanted_tokens)
         read_tokens = wanted_tokens - min(first_tokens, end_tokens)
-        return Hit(end_tokens, wanted_tokens, wanted, read_tokens)
+        return Hit(end_tokens, wanted_tokens, wanted, held, read_tokens)
 
     def found_tokens(
         self, state: RequestState, session: SidecarSession, storing: Collection[bytes]
@@ -127,6 +129,7 @@ class HitFinder:
         expected = state.request_params.expects_tokens
         computed = [Computed(state.found_tokens, PromptOutcome.TOO_SHORT)]
         gap: PromptOutcome | None = None
+        reason = PromptOutcome.NEW
         missed = Missed()
         edges = np.flatnonzero(flags[1:] != flags[:-1]) + 1
         for start, end in itertools.pairwise((0, *edges.tolist(), len(flags))):
@@ -149,7 +152,7 @@ class HitFinder:
                 missed = Missed(keys[first + start], (first + start) * per_chunk)
         if gap in (None, PromptOutcome.NEW):
             computed.append(Computed(min(longest, expected), PromptOutcome.LATE))
-        return [*computed, Computed(longest, gap or PromptOutcome.NEW)], missed
+        return [*computed, Computed(longest, reason if gap else PromptOutcome.NEW)], missed
 
     def longest(self, state: RequestState) -> int:
         """Where the longest possible hit of a request ends, if everything were there."""
@@ -257,11 +260,12 @@ class HitFinder:
 
     def _wanted(
         self, state: RequestState, session: SidecarSession, local_tokens: int, end_tokens: int
-    ) -> tuple[list[tuple[int, bytes]], int]:
-        """Chunks that a hit of `end_tokens` needs, and the token where the first of them begins.
+    ) -> tuple[list[tuple[int, bytes]], list[tuple[int, bytes]], int]:
+        """Chunks that a hit of `end_tokens` needs, held and wanted, and where the latter begin.
 
-        Of each group all from the first one on that is not in host memory.
+        Wanted are, in each group, all from the first one on that is not in host memory.
         """
+        held: list[tuple[int, bytes]] = []
         wanted: list[tuple[int, bytes]] = []
         begins = end_tokens
         # A window is of no use without the run that it is the tail of: full attention first.
@@ -275,8 +279,9 @@ class HitFinder:
             there = _leading(session.holds(keys) & FLAG_HOST)
             if there < len(keys):
                 begins = min(begins, pieces[there].chunk * geometry.chunk_tokens)
+            held += [(group.group, key) for key in keys[:there]]
             wanted += [(group.group, key) for key in keys[there:]]
-        return wanted, begins
+        return held, wanted, begins
 
 
 class Piece(NamedTuple):

@@ -97,7 +97,8 @@ class PendingLookups:
             return
         lookup_id = self.new_id()
         wait_ms = session.limits.lookup_wait_ms_max
-        keys, groups = keys_and_groups(hit.wanted)
+        # With what is held: the sidecar must not make room with it for what it reads.
+        keys, groups = keys_and_groups([*hit.held, *hit.wanted])
         # What the read saves ends where the hit would.
         tokens = hit.read_tokens
         seconds = self.times.seconds(hit.wanted_tokens - tokens, tokens)
@@ -106,7 +107,7 @@ class PendingLookups:
         state.store_reason = PromptOutcome.REFUSED
         if self.client.send(session, lookup):
             self.stats.lookups_sent += 1
-            state.from_store_keys.update(keys)
+            state.from_store_keys.update(key for _, key in hit.wanted)
             now = self.clock()
             state.read_began = state.read_began or now
             state.lookup = SentLookup(lookup_id, now, now + wait_ms / 1000, session)

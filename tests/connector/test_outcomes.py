@@ -110,6 +110,17 @@ def test_a_chunk_that_left(engine: Engine, gone: int, reason: PromptOutcome) -> 
     }
 
 
+def test_a_prompt_that_is_new_behind_a_chunk_that_left(engine: Engine) -> None:
+    seen(engine, PROMPT[: 2 * CHUNK_TOKENS])
+    engine.sidecar.evict(chain_of(engine, PROMPT).keys[1], GONE_EVICTED)
+    assert outcomes(engine, prompt()) == {
+        PromptOutcome.HOST: CHUNK_TOKENS,
+        PromptOutcome.EVICTED: CHUNK_TOKENS,
+        PromptOutcome.NEW: CACHED - 2 * CHUNK_TOKENS,
+        PromptOutcome.TAIL: REST,
+    }
+
+
 def test_chunks_that_left_for_two_reasons(engine: Engine) -> None:
     seen(engine)
     chain = chain_of(engine, PROMPT)

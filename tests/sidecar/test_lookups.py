@@ -41,6 +41,20 @@ def test_lookup_reads_what_the_store_holds_in_order() -> None:
     assert len(only(world.load(worker, 2, [1, 2, 3, 4]), Scatter)) == 4
 
 
+def test_a_read_makes_no_room_with_the_chunks_before_it() -> None:
+    world, worker, scheduler = looking(slabs=1, slab_slots=2)
+    world.stored(worker, 1, [1])
+    world.stored(worker, 2, [7])
+    world.settle()
+    world.listed({2: RANK_0})
+    # The oldest one, but the hit needs it.
+    commands = world.look_up(scheduler, 7, [1, 2])
+    [read] = only(commands, Read)
+    assert world.index[0, key(1)] == (True, True)
+    assert world.index[0, key(7)] == (False, True)
+    assert messages(world.read_done(read.read_id), scheduler) == answer(7, 2, Outcome.OK)
+
+
 def test_many_reads_begin_a_few_at_a_time() -> None:
     world, _, scheduler = looking(reads_inflight_max=6, reads_begun_max=2)
     world.listed(dict.fromkeys(range(1, 9), RANK_0))
