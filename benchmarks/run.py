@@ -35,6 +35,7 @@ BENCHMARKS = {
     "loop": "benchmarks.store.loop_bench",
     "catalog": "benchmarks.micro.catalog_bench",
     "engine": "benchmarks.compare.engine_bench",
+    "savings": "benchmarks.compare.savings_bench",
     "bandwidth": "benchmarks.store.bandwidth_bench",
 }
 
@@ -58,6 +59,8 @@ TARGETS = [
     _at_most("wire", "round_trip_p50_us", 200),
     _at_least("copy", "store_ratio", 0.85),
     _at_least("copy", "load_ratio", 0.85),
+    _at_least("savings", "ratio", 0.8),
+    _at_most("savings", "ratio", 1.2),
 ]
 
 

@@ -41,7 +41,7 @@ class Bench:
         self._folder = folder
         self._rounds = rounds
         self._chooser = random.Random(7)
-        self._model = str(write_model(folder / "model"))
+        self.model = str(write_model(folder / "model"))
         self.results: dict[str, Any] = {}
 
     def prompt(self, tokens: int) -> list[int]:
@@ -67,7 +67,7 @@ class Bench:
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"socket": socket, "steps": steps},
         }
-        spec = EngineSpec(self._model, socket, connector=connector)
+        spec = EngineSpec(self.model, socket, connector=connector)
         engine = EngineProcess(spec, self._folder / f"{name}.log")
         return Arm(engine, StepCounter(steps))
 
@@ -90,7 +90,7 @@ class Bench:
             self._throughput("throughput_with_folder", kvlake.engine, nothing.engine)
             sidecar.drain()
             with self.sidecar(with_store=False) as host_only:
-                host_only.wait("the engine attaches", _attached)
+                host_only.wait("the engine attaches", attached)
                 self._throughput("throughput", kvlake.engine, nothing.engine)
         return self.results
 
@@ -100,7 +100,7 @@ class Bench:
         timed: dict[str, list[float]] = {"own": [], "host": [], "folder": [], "cold": []}
         loaded: dict[str, int] = {}
         for _ in range(self._rounds):
-            _quiet(sidecar)
+            quiet(sidecar)
             engine.reset_prefix_cache()
             host = engine.generate(prompt, max_tokens=1)
             own = engine.generate(prompt, max_tokens=1)
@@ -111,7 +111,7 @@ class Bench:
         for _ in range(self._rounds):
             sidecar.drain()
             sidecar.start()
-            sidecar.wait("the engine attaches", _attached)
+            sidecar.wait("the engine attaches", attached)
             sidecar.wait("the store is listed", lambda s: s["tiers"]["store"]["chunks"] > 0)
             engine.reset_prefix_cache()
             folder = engine.generate(prompt, max_tokens=1)
@@ -169,11 +169,11 @@ class Bench:
         self.results.setdefault("holds", {})[target] = met
 
 
-def _attached(status: dict[str, Any]) -> bool:
+def attached(status: dict[str, Any]) -> bool:
     return len(status["sessions"]) == 2
 
 
-def _quiet(sidecar: SidecarProcess) -> None:
+def quiet(sidecar: SidecarProcess) -> None:
     """Wait until what earlier prompts left to do is done: a hit is measured, not a backlog."""
     sidecar.wait("no work is pending", lambda status: not any(status["pending"].values()))
 

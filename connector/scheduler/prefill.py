@@ -1,29 +1,36 @@
 """How long this engine takes to compute the tokens of a prompt, by how far into it they are.
 
-Attention makes a token at 30,000 dearer than the first ones, so times are kept by position, in
-powers of two. They are those of the engine's own steps, of which several may be on their way.
+Attention makes a token at 30,000 dearer than the first ones, so times are kept by position, and
+interpolated between positions. They are those of the engine's own steps, of which several may be on
+their way.
 """
 
 from collections import deque
 from collections.abc import Sequence
-from statistics import median
+from math import log2
+from statistics import fmean, median_low
 from typing import Final
 
+import numpy as np
+
 STEPS_MAX: Final = 16
-"""Steps of each power of two that are remembered; their median counts."""
+"""Steps at about one position that are remembered; their median counts."""
+PLACES_PER_POWER: Final = 4
+"""Positions that are told apart, for each power of two."""
 DECODE_TOKENS_MAX: Final = 15
 """A request with at most this many tokens in a step generates, perhaps with drafts."""
 PREFILL_TOKENS_MIN: Final = 128
 """Steps with fewer tokens of prompts mostly decode: they say nothing about the speed of prompts."""
 PLANNED_MAX: Final = 64
-_POWERS: Final = 40
 
 
 class PrefillTimes:
     """Seconds of a prompt's token, measured step by step."""
 
     def __init__(self) -> None:
-        self._samples: dict[int, deque[float]] = {}
+        self._samples: dict[int, deque[tuple[float, float]]] = {}
+        self._known: dict[int, tuple[float, float]] = {}
+        """Position and seconds of one token there, by place."""
         self._planned = deque[tuple[float, int, float]](maxlen=PLANNED_MAX)
         self._ended = 0.0
 
@@ -42,17 +49,16 @@ class PrefillTimes:
         seconds = now - max(planned, self._ended)
         self._ended = now
         if tokens >= PREFILL_TOKENS_MIN and seconds > 0:
-            samples = self._samples.setdefault(_power(position), deque(maxlen=STEPS_MAX))
-            samples.append(seconds / tokens)
+            place = int(PLACES_PER_POWER * log2(1 + position))
+            samples = self._samples.setdefault(place, deque(maxlen=STEPS_MAX))
+            samples.append((position, seconds / tokens))
+            positions, times = zip(*samples, strict=True)
+            # The lower of two: the first step of an engine is slow.
+            self._known[place] = (fmean(positions), median_low(times))
 
     def seconds(self, begin: int, tokens: int) -> float:
         """How long `tokens` from position `begin` on take; 0 before the first measurement."""
-        if not self._samples:
+        if not self._known:
             return 0.0
-        power = _power(begin + tokens / 2)
-        nearest = min(self._samples, key=lambda known: abs(known - power))
-        return tokens * median(self._samples[nearest])
-
-
-def _power(position: float) -> int:
-    return min(int(position).bit_length(), _POWERS)
+        positions, times = zip(*sorted(self._known.values()), strict=True)
+        return tokens * float(np.interp(begin + tokens / 2, positions, times))

@@ -60,7 +60,9 @@ def test_tokens_far_into_a_prompt_are_dearer() -> None:
     step(times, 0, 1, (0, 2000))
     step(times, 1, 4, (30_000, 2000))
     assert times.seconds(0, 2000) == pytest.approx(1.0)
-    assert times.seconds(29_000, 1000) == pytest.approx(1.5)
+    assert times.seconds(30_000, 2000) == pytest.approx(3.0)
+    # Half way between the two.
+    assert times.seconds(15_000, 2000) == pytest.approx(2.0)
     # The nearest that is known.
     assert times.seconds(100_000, 1000) == pytest.approx(1.5)
 
