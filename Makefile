@@ -9,6 +9,7 @@
 #   make promises writes docs/evidence/traceability.md: which test shows which promise
 #   make metrics-page
 #                 writes docs/reference/all-metrics.md: all metrics
+#   make pictures writes docs/images: the page beside a working engine
 #   make nightly  everything that make test leaves out, in stages that can be resumed
 #   make check    format, lint, types, import rules, and the fast tests
 #   make bench    the benchmarks
@@ -234,6 +235,11 @@ fuzz: setup
 .PHONY: promises
 promises: setup
 	@$(BIN)/python -m tests.promises
+
+# The page beside a working engine: docs/images, from the test of it.
+.PHONY: pictures
+pictures: setup
+	@KVLAKE_SCREENSHOTS=docs/images $(BIN)/python -m pytest tests/e2e/test_page.py
 
 # All metrics: docs/reference/all-metrics.md, from the tables in the code.
 .PHONY: metrics-page

@@ -69,7 +69,8 @@ def emit_span(
     name: str, headers: Mapping[str, str], begin: int, end: int, attributes: Attributes
 ) -> None:
     """Send a span below the caller's with the tracer of vLLM's engine core."""
-    from vllm.tracing import extract_trace_context, instrument_manual
+    from vllm.tracing import instrument_manual
+    from vllm.tracing.otel import extract_trace_context
 
     instrument_manual(name, begin, end, attributes, extract_trace_context(headers))
 

@@ -57,11 +57,7 @@ class EngineGroup(CachedGroup):
 def block_bytes_of(kv_cache_config: Any, world_size: int) -> list[int]:
     """Bytes of a block of each KV cache group, on all ranks together."""
     return [
-        sum(
-            tensor.size // kv_cache_config.num_blocks * world_size
-            for tensor in kv_cache_config.kv_cache_tensors
-            if not set(group.layer_names).isdisjoint(tensor.shared_by)
-        )
+        int(group.kv_cache_spec.page_size_bytes) * len(group.layer_names) * world_size
         for group in kv_cache_config.kv_cache_groups
     ]
 

@@ -18,8 +18,8 @@ Attributes: TypeAlias = dict[str, str | int]
 EmitSpan: TypeAlias = Callable[[str, Mapping[str, str], int, int, Attributes], None]
 """Takes a name, trace headers, begin and end in nanoseconds since 1970, and attributes."""
 
-REQUEST_ID: Final = "gen_ai.request.id"
-"""The attribute of vLLM's `llm_request` with the same value."""
+REQUEST_ID: Final = "kvlake.request_id"
+"""VLLM's id of the request inside its engine: that of its span, with random digits behind it."""
 TOKEN_ID_BYTES: Final = 4
 
 

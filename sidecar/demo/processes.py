@@ -80,7 +80,7 @@ class DemoSidecar:
         }
         self.config_path.write_text(yaml.safe_dump(merged))
         self.process: subprocess.Popen[bytes] | None = None
-        self._http = ""
+        self.http_url = ""
 
     @property
     def socket(self) -> str:
@@ -101,12 +101,12 @@ class DemoSidecar:
             self.kill()
             tail = self.log_path.read_text(errors="replace")[-2000:]
             raise ProcessFailed(f"the sidecar did not start:\n{tail}")
-        self._http = str(json.loads(line)["http_url"])
+        self.http_url = str(json.loads(line)["http_url"])
         return self
 
     def get(self, path: str) -> str:
         """The body of an HTTP path of the sidecar."""
-        with urllib.request.urlopen(f"{self._http}{path}", timeout=WAIT_SECONDS_MAX) as answer:  # noqa: S310 (http)
+        with urllib.request.urlopen(f"{self.http_url}{path}", timeout=WAIT_SECONDS_MAX) as answer:  # noqa: S310 (http)
             return str(answer.read().decode())
 
     def status(self) -> dict[str, Any]:

@@ -76,7 +76,14 @@ class PromptLog:
             )
 
     def last(self, count: int, request_id: str = "") -> Iterator[ReportedPrompt]:
-        """The last prompts, newest first; those of one request if it is named."""
-        found = (one for one in reversed(self._last) if request_id in ("", one.record.request_id))
+        """The last prompts, newest first; those of one request if it is named.
+
+        VLLM adds to the id that a client knows: the prompt's number, and random digits.
+        """
+        found = (
+            one
+            for one in reversed(self._last)
+            if not request_id or f"{one.record.request_id}-".startswith(f"{request_id}-")
+        )
         for _, one in zip(range(count), found, strict=False):
             yield one

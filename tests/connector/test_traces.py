@@ -33,7 +33,7 @@ class Spans:
     ) -> None:
         assert headers is HEADERS
         assert name not in self.attributes
-        assert attributes.pop("gen_ai.request.id") == "a"
+        assert attributes.pop("kvlake.request_id") == "a"
         self.attributes[name] = attributes
         self.seconds[name] = (end - begin) / 1e9
 
@@ -89,7 +89,7 @@ def test_a_read_and_its_load(engine: Engine, spans: Spans) -> None:
     request = engine.add(prompt())
     engine.sidecar.receive()
     engine.clock.now += 0.25
-    engine.sidecar.answer(engine.sidecar.lookups[0], ready=len(keys) - 1)
+    engine.sidecar.answer(engine.sidecar.lookups[0], ready=len(keys))
     traced(engine, request)
     chunk_bytes = CHUNK_TOKENS // 16 * BLOCK_BYTES
     expected = moved("store", CACHED - CHUNK_TOKENS, CACHED_BYTES - chunk_bytes)

@@ -89,10 +89,16 @@ ENGINE: Final[dict[str, Used]] = {
         attributes(
             "attention_config cache_config kv_events_config kv_transfer_config load_config "
             "lora_config "
-            "mamba_config model_config parallel_config scheduler_config speculative_config"
+            "mamba_config model_config observability_config parallel_config scheduler_config "
+            "speculative_config"
         )
         | attributes("aux_output_config use_v2_model_runner")
         | {"num_speculative_tokens": PROPERTY}
+    ),
+    "vllm.config.observability:ObservabilityConfig": Used(attributes("otlp_traces_endpoint")),
+    "vllm.tracing.otel:extract_trace_context": Used({"": "(headers)"}),
+    "vllm.tracing:instrument_manual": Used(
+        {"": "(span_name, start_time, end_time=, attributes=, context=, kind=)"}
     ),
     "vllm.config.model:ModelConfig": Used(
         attributes(
@@ -185,6 +191,7 @@ ENGINE: Final[dict[str, Used]] = {
     "vllm.v1.kv_cache_interface:KVCacheGroupSpec": Used(
         attributes("layer_names kv_cache_spec enable_kv_transfer")
     ),
+    "vllm.v1.kv_cache_interface:KVCacheSpec": Used({"page_size_bytes": PROPERTY}),
     "vllm.v1.kv_cache_interface:FullAttentionSpec": Used(
         attributes("block_size num_kv_heads head_size head_size_v dtype non_causal")
     ),
@@ -227,7 +234,8 @@ ENGINE: Final[dict[str, Used]] = {
             "request_id all_token_ids block_hashes cache_salt lora_request mm_features "
             "num_computed_tokens num_in_flight_tokens num_preemptions num_prompt_tokens "
             "prefill_stats prompt_embeds resumable "
-            "skip_reading_prefix_cache kv_transfer_params status kv_cache_report_mode"
+            "skip_reading_prefix_cache kv_transfer_params status kv_cache_report_mode "
+            "trace_headers"
         )
         | {"num_tokens": PROPERTY}
     ),

@@ -42,11 +42,9 @@ from tests.e2e.arms import (
 from tests.e2e.chains import QUARANTINE, in_folder
 from tests.e2e.test_topology import announced, refreshed
 from tests.faulty_proxy import Fault, FaultyProxy, faulty_proxy
-from tests.harness import spans
 from tests.harness.engine import EngineProcess, EngineSpec
 from tests.harness.servers import S3Server, s3_server
 from tests.harness.sidecars import SidecarProcess
-from tests.harness.spans import SpanSink, span_sink
 from tiers.kv.arrow_file import PAGE_BYTES
 
 if TYPE_CHECKING:
@@ -62,18 +60,9 @@ ENGINE_ARGS: Final[dict[str, Any]] = {"num_gpu_blocks_override": 512, "max_model
 
 
 @pytest.fixture(scope="module")
-def sink() -> Iterator[SpanSink]:
-    with span_sink() as sink, pytest.MonkeyPatch.context() as patch:
-        for name, value in spans.ENVIRONMENT.items():
-            patch.setenv(name, value)
-        yield sink
-
-
-@pytest.fixture(scope="module")
-def engine(folder: Path, model: str, sink: SpanSink) -> Iterator[EngineProcess]:
+def engine(folder: Path, model: str) -> Iterator[EngineProcess]:
     socket = SidecarProcess(folder / "s", {}).socket
-    spec = EngineSpec(model, socket, ENGINE_ARGS | {"otlp_traces_endpoint": sink.url})
-    with EngineProcess(spec, folder / "engine.log") as engine:
+    with EngineProcess(EngineSpec(model, socket, ENGINE_ARGS), folder / "engine.log") as engine:
         yield engine.wait_ready()
 
 
@@ -126,53 +115,6 @@ def chunks_of(tokens: int, chunk: int = CHUNK_TOKENS) -> int:
     """Objects of a prompt: its full chunks, and its last whole blocks."""
     full, rest = divmod(tokens, chunk)
     return full + (rest >= BLOCK_TOKENS)
-
-
-# --- traces ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.promise("traces")
-def test_spans_of_a_traced_request(folder: Path, engine: EngineProcess, sink: SpanSink) -> None:
-    """All have the caller's trace id and span, as vLLM's own span of the request has."""
-    call, caller = Call(words(1000, 7)), "00f067aa0ba902b7"
-    place = folder / "store-traces"
-    place.mkdir()
-    store = {"url": f"file://{place}"}
-    salt = fresh_salt()
-
-    def traced(number: int) -> str:
-        trace_id = f"{number:032x}"
-        headers = {"traceparent": f"00-{trace_id}-{caller}-01"}
-        empty(engine)
-        engine.generate(call.prompt, cache_salt=salt, trace_headers=headers)
-        return trace_id
-
-    with cluster(folder, engine, store):
-        first = sink.of(traced(1), "llm_request", "kvlake.lookup", "kvlake.store")
-        second = sink.of(traced(2), "llm_request", "kvlake.lookup", "kvlake.load")
-        engine.generate(call.prompt, cache_salt=salt)
-    chunks = chunks_of(len(call.prompt), chunk_tokens(engine))
-    with cluster(folder, engine, store) as sidecar:
-        listed(sidecar, chunks)
-        third = sink.of(traced(3), "llm_request", "kvlake.lookup", "kvlake.read", "kvlake.load")
-    for found in (first, second, third):
-        assert {span.parent_id for span in found.values()} == {caller}
-        request = found.pop("llm_request")
-        for span in found.values():
-            assert span.attributes["gen_ai.request.id"] == request.attributes["gen_ai.request.id"]
-            assert request.begin <= span.begin <= span.end
-        assert found["kvlake.lookup"].end <= request.end
-    blocks = len(call.prompt) // BLOCK_TOKENS * BLOCK_TOKENS
-    size = {"kvlake.tokens": blocks, "kvlake.bytes": blocks * KV_BYTES_PER_TOKEN}
-    assert first["kvlake.lookup"].attributes["kvlake.reason"] == "new"
-    assert first["kvlake.lookup"].attributes["kvlake.tokens.new"] == blocks
-    assert first["kvlake.store"].attributes.items() >= size.items()
-    assert "kvlake.read" not in second
-    for span in (second["kvlake.load"], third["kvlake.load"], third["kvlake.read"]):
-        assert span.attributes.items() >= size.items()
-    assert second["kvlake.lookup"].attributes["kvlake.tokens.host"] == blocks
-    assert third["kvlake.lookup"].attributes["kvlake.tokens.store"] == blocks
-    assert third["kvlake.read"].end <= third["kvlake.load"].begin
 
 
 # --- a folder ------------------------------------------------------------------------------------

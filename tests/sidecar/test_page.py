@@ -26,6 +26,8 @@ from tests.sidecar.client import (
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
+pytestmark = pytest.mark.promise("page")
+
 PAGE_BYTES_MAX = 100_000
 HOSTILE = "<img src=x onerror=alert(1)>"
 

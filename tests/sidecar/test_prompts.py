@@ -51,6 +51,10 @@ def test_the_last_ones_newest_first() -> None:
     assert [one.record.request_id for one in log.last(1)] == ["r4"]
     assert [one.record.request_id for one in log.last(10, "r3")] == ["r3"]
     assert list(log.last(10, "r0")) == []
+    report(log, record("cmpl-7-0-1a2b3c4d", host=0), record("cmpl-70-0-1a2b3c4d", host=0))
+    assert [one.record.request_id for one in log.last(9, "cmpl-7")] == ["cmpl-7-0-1a2b3c4d"]
+    log = PromptLog(3)
+    report(log, *(record(f"r{number}", host=number) for number in range(5)))
     assert (log.prompts, log.tokens) == (5, Counter({PromptOutcome.HOST: 10}))
     assert log.tokens_by_model == {"org/m": log.tokens}
     (last,) = log.last(1)
