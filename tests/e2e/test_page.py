@@ -34,6 +34,7 @@ TURNS: Final = 4
 TURN_TOKENS: Final = 160
 SYSTEM_TOKENS: Final = 512
 ROUNDS_MS: Final = 60_000
+WIDTH: Final = 1280
 PICTURED: Final = 30
 """Times the same, for curves of a minute or more."""
 
@@ -41,7 +42,9 @@ PICTURED: Final = 30
 @pytest.fixture(scope="module")
 def engine(folder: Path, model: str) -> Iterator[EngineProcess]:
     socket = sidecar_in(folder).socket
-    with EngineProcess(EngineSpec(model, socket, SMALL), folder / "engine.log") as engine:
+    with EngineProcess(
+        EngineSpec(model, socket, SMALL | {"served_model_name": "tiny"}), folder / "engine.log"
+    ) as engine:
         yield engine.wait_ready()
 
 
@@ -83,7 +86,7 @@ def test_the_page_of_an_engine_under_load(folder: Path, engine: EngineProcess) -
     with attached(folder, engine, host=host, store=store) as sidecar, browser() as chromium:
         before = engine.counter("vllm:prompt_tokens")
         tokens_before = sum(sidecar.status()["prompts"]["tokens"].values())
-        page = chromium.new_page(viewport={"width": 1280, "height": 900})
+        page = chromium.new_page(viewport={"width": WIDTH, "height": 900})
         faults: list[str] = []
         asked: list[str] = []
         page.on("pageerror", lambda error: faults.append(str(error)))
@@ -136,4 +139,11 @@ def _check(page: Page, status: dict[str, Any]) -> None:
 
 def _photograph(page: Page, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    page.screenshot(path=folder / "page.png", full_page=True)
+    # Without the requests, which are a screen of their own.
+    box = page.locator("#requests").bounding_box()
+    assert box is not None
+    page.screenshot(
+        path=folder / "page.png",
+        full_page=True,
+        clip={"x": 0.0, "y": 0.0, "width": WIDTH, "height": box["y"]},
+    )
