@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -69,10 +69,19 @@ def emit_span(
     name: str, headers: Mapping[str, str], begin: int, end: int, attributes: Attributes
 ) -> None:
     """Send a span below the caller's with the tracer of vLLM's engine core."""
-    from vllm.tracing import instrument_manual
-    from vllm.tracing.otel import extract_trace_context
+    try:
+        from vllm.tracing import instrument_manual
+        from vllm.tracing.otel import extract_trace_context
 
-    instrument_manual(name, begin, end, attributes, extract_trace_context(headers))
+        instrument_manual(name, begin, end, attributes, extract_trace_context(headers))
+    except Exception as error:
+        _log_lost_spans(f"{type(error).__name__}: {error}")
+
+
+@cache
+def _log_lost_spans(why: str) -> None:
+    """Log each reason once."""
+    logger.warning("kvlake: spans of traced requests are lost: %s", why)
 
 
 class KVLakeMetadata(KVConnectorMetadata):

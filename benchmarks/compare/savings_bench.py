@@ -2,7 +2,8 @@
 
 One real engine. Each prompt is asked for twice, in turn: once with the cache, once with a request
 that does not read it. The measured difference is that of the times to the first token; the claimed
-one is `kvlake_gpu_seconds_saved`. Prints one JSON object; `ratio` is claimed to measured.
+one is `kvlake_gpu_seconds_saved_total` less `kvlake_gpu_seconds_spent_total`. Prints one JSON
+object; `ratio` is claimed to measured.
 
     python -m benchmarks.compare.savings_bench [--rounds 6]
 """

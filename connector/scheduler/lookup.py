@@ -112,7 +112,7 @@ class HitFinder:
     ) -> tuple[list[Computed], Missed]:
         """Why a request computes its prompt from `begin_tokens` on, without the tail.
 
-        Also the first full chunk that it lacks, if that was looked up. What is there behind a gap
+        Also the first chunk that it lacks, if that was looked up. What is there behind a gap
         cannot be loaded, so it is computed for the reason of the gap.
         """
         longest = self.longest(state)
@@ -124,8 +124,14 @@ class HitFinder:
             return [Computed(longest, declined or PromptOutcome.REFUSED)], Missed()
         group = state.groups[self.main_group]
         per_chunk, keys = group.geometry.chunk_tokens, group.chain.keys
-        first = begin_tokens // per_chunk
-        flags = _found(session, _tags(group, session)[first:])
+        first, last = begin_tokens // per_chunk, len(keys)
+        tags = _tags(group, session)[first:]
+        blocks = min(group.chain.partial_blocks(last), group.geometry.blocks_per_chunk - 1)
+        if blocks > 0 and first <= last:
+            # The piece behind the last full chunk, as one more of them.
+            keys = [*keys, group.chain.partial(last, blocks)]
+            tags = np.concatenate((tags, tags_of(keys[-1:], session.index_salt)))
+        flags = _found(session, tags)
         expected = state.request_params.expects_tokens
         computed = [Computed(state.found_tokens, PromptOutcome.TOO_SHORT)]
         gap: PromptOutcome | None = None
@@ -133,7 +139,8 @@ class HitFinder:
         missed = Missed()
         edges = np.flatnonzero(flags[1:] != flags[:-1]) + 1
         for start, end in itertools.pairwise((0, *edges.tolist(), len(flags))):
-            flag, end_tokens = int(flags[start]) if end else 0, (first + end) * per_chunk
+            flag = int(flags[start]) if end else 0
+            end_tokens = min((first + end) * per_chunk, group.end_tokens(last, blocks))
             if flag & FLAG_HOST:
                 reason = gap or self._other_gap(state, session, begin_tokens)
             elif flag & ANYWHERE:
@@ -142,9 +149,8 @@ class HitFinder:
                 reason = GONE.get(flag, PromptOutcome.NEW)
             if reason is PromptOutcome.NEW:
                 done = sum(key in storing for key in keys[first + start : first + end])
-                computed.append(
-                    Computed((first + start + done) * per_chunk, PromptOutcome.BEING_WRITTEN)
-                )
+                done_tokens = min((first + start + done) * per_chunk, end_tokens)
+                computed.append(Computed(done_tokens, PromptOutcome.BEING_WRITTEN))
                 computed.append(Computed(min(end_tokens, expected), PromptOutcome.LATE))
             computed.append(Computed(end_tokens, reason))
             if not flag & FLAG_HOST and gap is None and end:

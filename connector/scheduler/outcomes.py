@@ -127,7 +127,10 @@ class PromptTokens:
             local, loaded = tokens.get(PromptOutcome.LOCAL, 0), _loaded(tokens)
             lookup_us, read_us, load_us = (int(each * 1e6) for each in seconds)
             saved = int(self._times.seconds(local, loaded) * 1e6) if loaded else 0
-            name = prompt.request.request_id[:REQUEST_ID_CHARACTERS_MAX]
+            name: str = prompt.request.request_id[:REQUEST_ID_CHARACTERS_MAX]
+            if not name.isprintable():
+                # A client may choose it, and the sidecar refuses a message with such a name.
+                name = "".join(one if one.isprintable() else "?" for one in name)
             self._records.append(
                 PromptRecord(name, tokens, *prompt.missed, lookup_us, read_us, load_us, saved)
             )

@@ -103,7 +103,17 @@ class PendingLookups:
         tokens = hit.read_tokens
         seconds = self.times.seconds(hit.wanted_tokens - tokens, tokens)
         rate = tokens / seconds if seconds else 0.0
-        lookup = Lookup(session.epoch, lookup_id, keys, wait_ms, state.tenant, tokens, rate, groups)
+        lookup = Lookup(
+            session.epoch,
+            lookup_id,
+            keys,
+            wait_ms,
+            tenant=state.tenant,
+            num_tokens=tokens,
+            prefill_tokens_per_second=rate,
+            groups=groups,
+            num_held=len(hit.held),
+        )
         state.store_reason = PromptOutcome.REFUSED
         if self.client.send(session, lookup):
             self.stats.lookups_sent += 1

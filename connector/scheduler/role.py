@@ -309,7 +309,10 @@ class SchedulerRole:
         self._poll()
         prefills = [name for name, count in scheduled.items() if count > DECODE_TOKENS_MAX]
         known = [(self.requests.get(name), scheduled[name]) for name in prefills]
-        work = [(one.request.num_computed_tokens if one else 0, count) for one, count in known]
+        work = [(one.request.num_computed_tokens, count) for one, count in known if one is not None]
+        if len(work) < len(known):
+            # How far a prompt is that is not cached is not known, so the step says nothing.
+            work = []
         self.pending.times.planned(self.clock(), work)
         self.prefix_cache.step()
         self.planner.step(scheduled, block_ids_of, states)

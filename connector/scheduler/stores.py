@@ -159,10 +159,10 @@ class Stores:
                 del self.jobs[job_id]
                 self._blocks_awaited_since = None
                 self.keys.difference_update(job.keys)
-                if job.trace is not None:
-                    job.trace()
                 # Tail first, as vLLM frees a request: the head of a prefix is more useful.
                 self.block_pool.free_blocks(reversed(job.blocks))
+                if job.trace is not None:
+                    job.trace()
 
     def blocks_coming_back(self) -> bool:
         """Whether to wait for blocks of open stores, for milliseconds, rather than preempt."""

@@ -129,11 +129,11 @@ NODE_PAGE: Final = Dashboard(
             stacked=True,
         ),
         Panel(
-            "Seconds saved and spent per second",
+            "GPU seconds saved and spent per second",
             "none",
             {
-                "saved": rates("kvlake_prefill_seconds_saved_total"),
-                "spent": rates("kvlake_prefill_seconds_spent_total"),
+                "saved": rates("kvlake_gpu_seconds_saved_total"),
+                "spent": rates("kvlake_gpu_seconds_spent_total"),
             },
         ),
         Panel(

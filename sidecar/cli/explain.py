@@ -96,8 +96,12 @@ def render_match(document: Document) -> str:
     others = [one for one in realms if one is not first and one["model"] == first["model"]]
     parts = [_match(first, total)]
     for one in others:
-        unlike = _differences(first["about"], one["about"]) or ["topology"]
-        parts.append(f"{_match(one, total)}\nit differs from the first in {', '.join(unlike)}")
+        part = _match(one, total)
+        if one["home"] != first["home"]:
+            # Else it is another KV cache group of the same engine.
+            unlike = _differences(first["about"], one["about"]) or ["topology"]
+            part += f"\nit differs from the first in {', '.join(unlike)}"
+        parts.append(part)
     return "\n\n".join(parts)
 
 

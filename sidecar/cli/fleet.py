@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, Self
 
 from rich.table import Table
+from rich.text import Text
 
 from sidecar.cli.client import SidecarClient, client_of
 from sidecar.cli.console import CommandError, Document, NoAnswer, Options
@@ -50,6 +51,8 @@ class Fleet:
         self._options = options
         self._threads: ThreadPoolExecutor | None = None
         self._clients: dict[str | None, SidecarClient] = {}
+        self._listed: list[str] | None = None
+        """The targets when they could be read last."""
 
     def __enter__(self) -> Self:
         self._threads = ThreadPoolExecutor(ASKED_TOGETHER_MAX, thread_name_prefix="kvlake-ask")
@@ -60,16 +63,26 @@ class Fleet:
         self._threads.shutdown(cancel_futures=True)
 
     def ask(self) -> list[Seen]:
-        """Their answers, in the order in which they are named. Raises `CommandError`."""
+        """Their answers, in the order in which they are named.
+
+        Raises `CommandError` if the targets could never be read.
+        """
         assert self._threads is not None, "it was entered"
         urls: Sequence[str | None] = self._options.url or [None]
+        lost: list[Seen] = []
         if self._options.targets is not None:
-            # Again each time: nodes come and go.
-            urls = targets(self._options.targets)
+            try:
+                # Again each time: nodes come and go.
+                self._listed = targets(self._options.targets)
+            except CommandError as error:
+                if self._listed is None:
+                    raise
+                lost = [Seen(self._options.targets, None, str(error))]
+            urls = self._listed
         for url in urls:
             if url not in self._clients:
                 self._clients[url] = client_of(Options(**{**vars(self._options), "url": url}))
-        return list(self._threads.map(_ask, [self._clients[url] for url in urls]))
+        return lost + list(self._threads.map(_ask, [self._clients[url] for url in urls]))
 
 
 def _ask(client: SidecarClient) -> Seen:
@@ -145,9 +158,9 @@ def table_of(seen: Sequence[Seen], sort: str) -> Table:
     # In what is left of the line.
     table.add_column("problems", no_wrap=True, overflow="ellipsis", ratio=1)
     for one in sorted(seen, key=lambda one: _order(one, sort, usual)):
-        name = one.url.partition("://")[2]
+        name = one.url.removeprefix("http://")
         if one.status is None:
-            table.add_row(name, "no answer", "", "", "", "", one.problem)
+            table.add_row(Text(name), "no answer", "", "", "", "", Text(one.problem))
             continue
         minute, host = one.status["prompts"]["last"]["1min"], one.status["tiers"]["host"]
         share = minute["hit_share"]
@@ -155,13 +168,13 @@ def table_of(seen: Sequence[Seen], sort: str) -> Table:
         if one.version != usual:
             problems.append(f"others run {usual}")
         table.add_row(
-            name,
-            one.status["state"],
-            one.version,
+            Text(name),
+            Text(one.status["state"]),
+            Text(one.version),
             "-" if share is None else f"{100 * share:.0f}%",
             f"{per_second(minute, 'gpu_seconds_saved'):.2f}",
             f"{100 * host['used_bytes'] / max(1, host['size_bytes']):.0f}%",
-            ", ".join(problems),
+            Text(", ".join(problems)),
         )
     return table
 

@@ -119,7 +119,7 @@ def frame(seen: Sequence[Seen], view: View) -> Group:
         )
     (one,) = seen
     if one.status is None:
-        return Group(Panel(one.problem, title=one.url), footer)
+        return Group(Panel(Text(one.problem), title=Text(one.url)), footer)
     status = one.status
     head = Text(
         f"kvlake {status.get('version', '?')} '{status.get('name', '?')}': "
@@ -198,7 +198,7 @@ def _contents(status: Document) -> Panel:
         table.add_column(title, justify="left" if title == "model" else "right")
     for realm in status["realms"]:
         table.add_row(
-            str(realm["model"]),
+            Text(str(realm["model"])),
             str(realm["world_size"]),
             f"{realm['chunks_in_host']:,}",
             f"{realm['chunks_in_store']:,}",

@@ -219,7 +219,7 @@ class LimitsSettings(Section):
     """Attached clients: one scheduler and one worker per rank for each engine."""
     realms_max: Count = Field(default=256, ge=GROUPS_MAX, le=65_536)
     """Namespaces and topologies at a time; new ones replace unused ones."""
-    gone_keys_max: Count = Field(default=32_768, ge=0, le=10_000_000)
+    gone_keys_max: Count = Field(default=32_768, ge=0, le=1_000_000)
     """Chunks remembered after they left the cache, so that engines know why they miss."""
     prompts_kept: Count = Field(default=1000, ge=1, le=100_000)
     """Prompts that `kvlake explain` can show."""

@@ -324,11 +324,14 @@ class GoneKeys:
             if realm is not None and not any(realm.flags(key)):
                 yield realm_id, key
 
-    def forget_realm(self, realm_id: int) -> Iterator[tuple[int, bytes]]:
-        """Forget the chunks of a realm; yields the same."""
-        for name in [name for name in self._keys if name[0] == realm_id]:
-            del self._keys[name]
-            yield name
+    def of(self, realm_id: int) -> list[bytes]:
+        """The remembered chunks of a realm."""
+        return [key for realm, key in self._keys if realm == realm_id]
+
+    def forget_realm(self, realm_id: int) -> None:
+        """Forget the chunks of a realm. Who shares its index takes them out of that, see `of`."""
+        for key in self.of(realm_id):
+            del self._keys[realm_id, key]
 
 
 class Directory:

@@ -371,8 +371,7 @@ class Engine:
         ):
             return
         for realm in realms:
-            # The index may be shared with realms that stay.
-            self._withdraw(self.gone.forget_realm(realm.realm_id))
+            self.gone.forget_realm(realm.realm_id)
             del self.directory.realms[realm.realm_id]
             self.store.forget_realm(realm.realm_id)
             self.leases.forget_realm(realm.realm_id)

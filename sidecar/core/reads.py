@@ -103,6 +103,8 @@ class Reads(CorePart):
         missing = [chunk for chunk in run if not chunk.loadable]
         if not missing or not self._limits.recompute:
             return UNKNOWN
+        # At least one: a chunk that was held may be gone by now.
+        wanted = max(1, len(message.keys) - message.num_held)
         reads = len(missing) * missing[0].realm.world_size
         read_bytes = 0
         for realm, count in Counter(chunk.realm for chunk in missing).items():
@@ -111,7 +113,7 @@ class Reads(CorePart):
             read_bytes += full * count
         return self._planner.plan(
             len(run),
-            message.num_tokens * len(run) // len(message.keys),
+            message.num_tokens * min(len(run), wanted) // wanted,
             reads=reads,
             read_bytes=read_bytes,
             queued=self.queue.ahead(session_id, reads) + len(self._running),

@@ -61,10 +61,10 @@ def sentences(
     if name is None:
         return ["no prompt in the last hour"]
     tokens, share = windows[name].tokens, windows[name].hit_share
-    over = f"of {tokens.total():,} prompt tokens in the last {WINDOWS[name][1]}"
-    if share is None:
-        return [f"{over}, none could be cached"]
     total = tokens.total() - tokens[PromptOutcome.TAIL]
+    if share is None:
+        return [f"no prompt of the last {WINDOWS[name][1]} was long enough to be cached"]
+    over = f"of {total:,} cacheable prompt tokens in the last {WINDOWS[name][1]}"
     sources = ", ".join(f"{one} {100 * tokens[one] / total:.0f}%" for one in LOADED)
     lines = [f"{100 * share:.0f}% {over} were not computed ({sources})"]
     lost = {one: n for one, n in tokens.items() if one not in (*LOADED, PromptOutcome.TAIL)}
@@ -84,7 +84,13 @@ def sentences(
 def _saved(seconds: "Seconds", settings: "GpuSettings") -> str:
     hours, net = seconds.gpu / 3600, seconds.saved - seconds.spent
     worth = f", {hours * settings.hour_price:,.2f} {settings.currency}"
+    gpu_hours = f"{hours:,.2f} GPU-hours{worth if settings.hour_price else ''}"
+    if net < 0:
+        return (
+            f"since the start lookups and loads took {-net:,.1f} s more than they saved: "
+            f"{gpu_hours}"
+        )
     return (
         f"since the start {net:,.1f} s of computing were saved, after {seconds.spent:,.1f} s for "
-        f"lookups and loads: {hours:,.2f} GPU-hours{worth if settings.hour_price else ''}"
+        f"lookups and loads: {gpu_hours}"
     )

@@ -35,7 +35,7 @@ from sidecar.observe import page
 from sidecar.observe.host_contents import HostContents, QueryError, parse_query
 from sidecar.observe.metrics import SidecarMetrics
 from sidecar.observe.prompt_match import BODY_BYTES_MAX, PromptMatches, parse_question
-from sidecar.observe.prompts import PROMPTS_SHOWN, PromptDocuments
+from sidecar.observe.prompts import PROMPTS_MAX, PROMPTS_SHOWN, PromptDocuments
 from sidecar.observe.status import SidecarStatus
 from sidecar.service.dispatcher import Dispatcher
 from sidecar.service.watchdog import Watchdog
@@ -298,10 +298,15 @@ async def _prompts(documents: Documents, request: web.Request) -> web.Response:
     last = request.query.get("last", str(PROMPTS_SHOWN))
     if not re.fullmatch(r"[0-9]{1,6}", last):
         raise QueryError(f"last={last[:64]!r}: a number of prompts, such as 20")
-    return _json(documents.prompts.document(int(last), request.query.get("request", "")))
+    count = min(int(last), PROMPTS_MAX)
+    found = documents.prompts.document(count, request.query.get("request", ""))
+    return _json(found, indent=None)
 
 
 async def _match(documents: Documents, request: web.Request) -> web.Response:
+    if request.content_type != "application/json":
+        # A page of another site can send what is not JSON without asking.
+        raise QueryError(f"Content-Type: {request.content_type[:64]}; send application/json")
     return _json(await documents.matches.document(parse_question(await request.read())))
 
 

@@ -50,8 +50,6 @@ GAUGES: Final = {
     "tasks": "Tasks of the event loop",
     "draining": "1 while the sidecar stops",
     "chunks{tier}": "Chunks of which engines can load all parts, by tier",
-    "gpu_seconds_saved": "prefill_seconds_saved_total less prefill_seconds_spent_total, times the"
-    " ranks of each engine. Below 0 if the cache costs time",
     "leases": "Pins held for loads",
     "lookups_waiting": "Lookups that pin chunks or wait for them",
     "pending{kind}": "Work in progress, by kind",
@@ -191,9 +189,10 @@ COUNTERS: Final = {
     "prompts": "Prompts whose first token was generated, as schedulers report them",
     "prompt_tokens{model_name,outcome,reason}": "Tokens of these prompts, by where their KV came"
     " from, and the computed ones by reason",
-    "prefill_seconds_saved": "Seconds that computing the loaded tokens would have taken, at the"
-    " speed that each engine measured for itself",
-    "prefill_seconds_spent": "Seconds that lookups, waiting for the store, and loads took",
+    "gpu_seconds_saved": "Seconds that computing the loaded tokens would have taken, at the speed"
+    " that each engine measured for itself, times its ranks",
+    "gpu_seconds_spent": "Seconds that lookups, waiting for the store, and loads took, times the"
+    " ranks of the engine. Saved less spent is what the cache brings; it may be negative",
     "sockets_renewed": "Socket files created again after they had been removed",
     "connections_cut": "Connections that ended before they attached",
     "attaches_expired": "Clients that took too long to attach",
@@ -290,9 +289,8 @@ def _engine(dispatcher: Dispatcher) -> Values:
         **_shares("waiting_max", {name: share.limit for name, share in shares.items()}),
         "refused": dict(engine.shares.refused),
         "prompts": prompts.prompts,
-        "prefill_seconds_saved": prompts.seconds.saved,
-        "prefill_seconds_spent": prompts.seconds.spent,
-        "gpu_seconds_saved": prompts.seconds.gpu,
+        "gpu_seconds_saved": prompts.seconds.gpu_saved,
+        "gpu_seconds_spent": prompts.seconds.gpu_spent,
         "prompt_tokens": {
             (model, *outcome.labels): tokens[outcome]
             for model, tokens in prompts.tokens_by_model.items()

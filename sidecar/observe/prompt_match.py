@@ -9,8 +9,10 @@ are those of the shared index, so the answer is what an engine of that realm wou
 """
 
 import itertools
+import json
 from typing import Annotated, Any, Final
 
+import anyio.to_thread
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -74,50 +76,58 @@ class PromptMatches:
     async def document(self, question: PromptQuestion) -> Document:
         """What each realm has of a prompt, the one with most of it first."""
         known = [realm for realm in self._dispatcher.realms.all() if _knows_tokens(realm)]
+        found: list[Document] = []
+        first: KeyChain | None = None
         async with self._host.lock:
-            found = [await self._match(realm, question) for realm in known]
+            for realm in known:
+                # In a thread: a million tokens take tens of milliseconds.
+                chain = await anyio.to_thread.run_sync(_chain_of, realm, question, first)
+                first = first or chain
+                if not realm.forgotten:
+                    found.append(await self._match(realm, question, chain))
         found.sort(key=lambda one: -one["found_tokens"])
         return {"tokens": len(question.tokens), "realms": found}
 
-    async def _match(self, realm: RealmLayout, question: PromptQuestion) -> Document:
-        about = describe(realm.namespace_digest.hex()[:NAMESPACE_CHARACTERS], [realm])
-        chunk_tokens = realm.block_tokens * realm.blocks_per_chunk
-        chain = KeyChain(
-            root_key(realm.namespace_digest, salt=question.cache_salt),
-            chunk_tokens,
-            realm.block_tokens,
-            ahead_tokens=int(about["about"].get("drafter", {}).get("method") in READS_AHEAD),
-        )
-        chain.extend(question.tokens)
+    async def _match(
+        self, realm: RealmLayout, question: PromptQuestion, chain: KeyChain
+    ) -> Document:
+        per_chunk, per_block = chain.chunk_tokens, chain.block_tokens
         full = len(chain.keys)
-        tails = [chain.partial(full, n) for n in range(chain.partial_blocks(full), 0, -1)]
-        tags = tags_of([*chain.keys, *tails], realm.index_salt)
-        flags = realm.indexed_in.index.lookup(tags)
-        leading = int(np.argmin(np.append(flags[:full] & ANYWHERE, 0) > 0))
-        runs = [
-            {"end_tokens": end * chunk_tokens, "where": _where(int(flags[start]))}
-            for start, end in itertools.pairwise(_edges(flags[:full]))
-        ]
-        tail = next((n for n in range(len(tails)) if flags[full + n] & ANYWHERE), None)
-        found_tokens = leading * chunk_tokens
-        if tail is not None and leading == full:
-            found_tokens += (len(tails) - tail) * realm.block_tokens
-            runs.append({"end_tokens": found_tokens, "where": _where(int(flags[full + tail]))})
+        flags = _flags(realm, chain.keys)
+        leading = int(np.argmin(np.append(flags & ANYWHERE, 0) > 0))
+        # Behind the full chunks, engines look for pieces of the next one, the longest first.
+        blocks = min(chain.partial_blocks(leading), realm.blocks_per_chunk - 1)
+        pieces = _flags(realm, [chain.partial(leading, n) for n in range(blocks, 0, -1)])
+        best = next((n for n, flag in enumerate(pieces) if flag & ANYWHERE), None)
+        found_tokens = leading * per_chunk
+        runs = _runs(flags[:leading], 0, per_chunk)
+        if best is not None:
+            found_tokens += (blocks - best) * per_block
+            runs.append({"end_tokens": found_tokens, "where": _where(int(pieces[best]))})
+        runs += _runs(flags[leading:], leading, per_chunk)
+        end_tokens = full * per_chunk + chain.partial_blocks(full) * per_block
+        missed = [] if found_tokens >= end_tokens else chain.keys[leading : leading + 1]
+        if not runs or runs[-1]["end_tokens"] < end_tokens:
+            # The piece at the end of the prompt, which is not there.
+            last = chain.partial(full, chain.partial_blocks(full))
+            runs.append({"end_tokens": end_tokens, "where": _where(int(_flags(realm, [last])[0]))})
+            missed = missed or [last]
         document = {
-            **about,
+            **describe(realm.namespace_digest.hex()[:NAMESPACE_CHARACTERS], [realm]),
             "topology": realm.topology,
+            "home": realm.indexed_in.realm_id,
             "attached": realm.realm_id in self._attached(),
-            "chunk_tokens": chunk_tokens,
-            "runs": runs,
+            "chunk_tokens": per_chunk,
+            "runs": _merged(runs),
             "found_tokens": found_tokens,
         }
-        if leading < full:
-            key = chain.keys[leading]
-            gone = self._dispatcher.engine.gone.since(realm.realm_id, key)
+        if missed:
+            gone = self._dispatcher.engine.gone.since(realm.realm_id, missed[0])
             now = self._dispatcher.engine.lookups.now
-            document["missed"] = key.hex()
+            document["missed"] = missed[0].hex()
             document["missed_gone_seconds"] = None if gone is None else round(now - gone, 1)
-            document |= await self._nearest(realm, chain.parent(leading), question, found_tokens)
+            parent = chain.parent(leading)
+            document |= await self._nearest(realm, parent, question, leading * per_chunk)
         return document
 
     async def _nearest(
@@ -127,31 +137,34 @@ class PromptMatches:
         chunk_tokens = realm.block_tokens * realm.blocks_per_chunk
         wanted = np.array(question.tokens[first_token : first_token + chunk_tokens], np.int32)
         tenant = tenant_id(question.cache_salt)
-        best: tuple[int, Chunk] | None = None
+        best: tuple[int, int, Chunk] | None = None
         async for chunk in self._host.walk([realm]):
             if (chunk.parent, chunk.tenant) != (parent, tenant):
                 continue
             if chunk.segments[0].state is not SegmentState.HOST:
                 continue
-            same = self._equal_tokens(realm, chunk, wanted)
+            same, count = self._equal_tokens(realm, chunk, wanted)
             if best is None or same > best[0]:
-                best = same, chunk
+                best = same, count, chunk
         if best is None or not best[0]:
             return {}
-        same, chunk = best
-        return {
-            "nearest": chunk.key.hex(),
-            # Equal tokens with another key: another adapter or image.
-            "differs_at": None if same == len(wanted) else first_token + same,
-        }
+        same, count, chunk = best
+        if same < min(count, len(wanted)):
+            return {"nearest": chunk.key.hex(), "differs_at": first_token + same}
+        # Equal tokens with another key: another adapter or image. Else one of them only ends.
+        alike = count == len(wanted)
+        return {"nearest": chunk.key.hex(), "differs_at": None} if alike else {}
 
-    def _equal_tokens(self, realm: RealmLayout, chunk: Chunk, wanted: npt.NDArray[np.int32]) -> int:
+    def _equal_tokens(
+        self, realm: RealmLayout, chunk: Chunk, wanted: npt.NDArray[np.int32]
+    ) -> tuple[int, int]:
+        """How many of its first tokens are equal, and how many it has."""
         segment, templates = chunk.segments[0], realm.ranks[0].templates
         image = self._dispatcher.pool.memory[segment.slot : segment.slot + templates.slot_bytes]
         held = np.array(templates[segment.num_blocks].token_ids(image), dtype=np.int32)
         count = min(len(held), len(wanted))
         unequal = np.flatnonzero(held[:count] != wanted[:count])
-        return int(unequal[0]) if len(unequal) else count
+        return int(unequal[0]) if len(unequal) else count, len(held)
 
     def _attached(self) -> set[int]:
         return {
@@ -162,15 +175,56 @@ class PromptMatches:
 
 
 def _knows_tokens(realm: RealmLayout) -> bool:
-    """Whether its keys are made of tokens, and a worker said how its slots are laid out."""
-    return 0 in realm.ranks and realm.ranks[0].layout.encoding != ROW_ENCODING
+    """Whether its keys are made of tokens, and a worker said how its slots are laid out.
+
+    Recurrent layers keep a state in some places only, so where the others are says nothing.
+    """
+    if 0 not in realm.ranks or realm.ranks[0].layout.encoding == ROW_ENCODING:
+        return False
+    return "state" not in json.loads(realm.namespace)
 
 
-def _edges(flags: npt.NDArray[np.uint8]) -> list[int]:
-    """Where runs of equal flags begin, and the end."""
+def _chain_of(realm: RealmLayout, question: PromptQuestion, beside: KeyChain | None) -> KeyChain:
+    """The keys of a prompt in a realm; the tokens are those of `beside`, if it is given."""
+    drafter: Document = json.loads(realm.namespace).get("drafter", {})
+    chain = KeyChain(
+        root_key(realm.namespace_digest, salt=question.cache_salt),
+        realm.block_tokens * realm.blocks_per_chunk,
+        realm.block_tokens,
+        beside=beside,
+        ahead_tokens=int(drafter.get("method") in READS_AHEAD),
+    )
+    if beside is None:
+        chain.extend(question.tokens)
+    else:
+        chain.follow()
+    return chain
+
+
+def _flags(realm: RealmLayout, keys: list[bytes]) -> npt.NDArray[np.uint8]:
+    return realm.indexed_in.index.lookup(tags_of(keys, realm.index_salt))
+
+
+def _runs(flags: npt.NDArray[np.uint8], first: int, chunk_tokens: int) -> list[Document]:
+    """Runs of chunks with equal flags, from chunk `first` on."""
     if not len(flags):
         return []
-    return [0, *(np.flatnonzero(flags[1:] != flags[:-1]) + 1).tolist(), len(flags)]
+    edges = np.flatnonzero(flags[1:] != flags[:-1]) + 1
+    return [
+        {"end_tokens": (first + end) * chunk_tokens, "where": _where(int(flags[start]))}
+        for start, end in itertools.pairwise((0, *edges.tolist(), len(flags)))
+    ]
+
+
+def _merged(runs: list[Document]) -> list[Document]:
+    """The same, with neighbours that are alike as one."""
+    merged: list[Document] = []
+    for run in runs:
+        if merged and merged[-1]["where"] == run["where"]:
+            merged.pop()
+        if run["end_tokens"]:
+            merged.append(run)
+    return merged
 
 
 def _where(flags: int) -> str:

@@ -9,6 +9,8 @@ from sidecar.service.dispatcher import Dispatcher
 from sidecar.service.prompts import ReportedPrompt
 
 PROMPTS_SHOWN: Final = 20
+PROMPTS_MAX: Final = 1000
+"""In one answer."""
 
 Document = dict[str, Any]
 

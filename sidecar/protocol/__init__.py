@@ -373,8 +373,7 @@ class Done(WireStruct, tag="done", frozen=True):
 class Lookup(WireStruct, tag="lookup", omit_defaults=True, frozen=True):
     """Bring `keys` from the object store to host memory, and lease them.
 
-    The keys are ordered by use: those of one group are a chain, and a group that needs the chain of
-    another one comes after it.
+    Keys of one group are a chain, and a group that needs the chain of another comes after it.
     """
 
     epoch: int
@@ -383,11 +382,13 @@ class Lookup(WireStruct, tag="lookup", omit_defaults=True, frozen=True):
     deadline_ms: Annotated[int, msgspec.Meta(ge=0)]
     tenant: bytes = b""
     num_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Tokens of all keys together. 0: unknown, and the read is not weighed against computing."""
+    """Tokens of the keys behind `num_held`. 0: unknown, and the read is not weighed."""
     prefill_tokens_per_second: float = 0.0
     """As the engine measured it; 0: unknown."""
     groups: GroupIds = []
     """The group of each key; left out where all are of group 0."""
+    num_held: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """So many of the first keys are in host memory, and must stay there meanwhile."""
 
 
 class LookupDone(WireStruct, tag="lookup_done", frozen=True):

@@ -172,6 +172,8 @@ def _check_client(message: ClientMessage) -> None:
             count = len(message.groups)
             _require(count in (0, len(message.keys)), "groups", count, "one per key")
         if isinstance(message, Lookup):
+            held = message.num_held
+            _require(held <= len(message.keys), "num_held", held, "at most one for each key")
             rate = message.prefill_tokens_per_second
             # Written so that NaN fails too.
             _require(0 <= rate < math.inf, "prefill_tokens_per_second", rate, "finite, >= 0")

@@ -22,8 +22,14 @@ class Seconds:
     """Computing what was loaded would have taken them, by the engines' own speed."""
     spent: float = 0.0
     """Lookups, waits for the store and loads took them."""
-    gpu: float = 0.0
-    """Saved less spent, each times the ranks of its engine. Below 0 if the cache costs time."""
+    gpu_saved: float = 0.0
+    """The same, each times the ranks of its engine."""
+    gpu_spent: float = 0.0
+
+    @property
+    def gpu(self) -> float:
+        """Saved less spent, of all ranks. Below 0 if the cache costs time."""
+        return self.gpu_saved - self.gpu_spent
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +73,8 @@ class PromptLog:
             spent = (record.lookup_us + record.read_us + record.load_us) / 1e6
             self.seconds.saved += saved
             self.seconds.spent += spent
-            self.seconds.gpu += (saved - spent) * attach.world_size
+            self.seconds.gpu_saved += saved * attach.world_size
+            self.seconds.gpu_spent += spent * attach.world_size
             known = (gone_seconds(each.realm_id, record.missed) for each in session.realms)
             gone = next((seconds for seconds in known if seconds is not None), None)
             chunk_tokens = realm.block_tokens * realm.blocks_per_chunk

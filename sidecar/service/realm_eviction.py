@@ -92,6 +92,7 @@ class RealmEviction:
         """Evict these realms, unless something of them is needed meanwhile."""
         dispatcher, known = self._dispatcher, self._dispatcher.engine.directory.realms
         held = [(realm, known[realm.realm_id]) for realm in unit if realm.realm_id in known]
+        gone = {realm.realm_id: dispatcher.engine.gone.of(realm.realm_id) for realm in unit}
         chunks = -1
         while any(realm.realm_id in known for realm in unit):
             before, chunks = chunks, sum(len(one.chunks) for _, one in held)
@@ -120,6 +121,11 @@ class RealmEviction:
             )
         for realm, one in held:
             await self._publish_removal(realm, one)
+            # The index may be shared with realms that stay.
+            names = iter(gone[realm.realm_id])
+            while not realm.indexed_in.forgotten and (part := list(islice(names, NAMES_AT_ONCE))):
+                dispatcher.executor.indexes.withdraw(realm.indexed_in, part)
+                await anyio.lowlevel.checkpoint()
 
     async def _publish_removal(self, realm: RealmLayout, held: DirectoryRealm) -> None:
         """Remove the realm's stored chunks from its home's index and from subscribers' view."""

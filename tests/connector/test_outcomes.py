@@ -9,6 +9,7 @@ import pytest
 from vllm.v1.request import Request
 
 from sidecar.protocol import Lookup, Outcome
+from sidecar.protocol.codec import decode_client, encode
 from sidecar.protocol.prompts import PromptOutcome, PromptRecord, Prompts
 from tests.connector.configurations import BLOCK_TOKENS, CHUNK_TOKENS, request_of
 from tests.connector.double import LIMITS
@@ -107,6 +108,35 @@ def test_a_chunk_that_left(engine: Engine, gone: int, reason: PromptOutcome) -> 
         PromptOutcome.HOST: 2 * CHUNK_TOKENS,
         reason: CACHED - 2 * CHUNK_TOKENS,
         PromptOutcome.TAIL: REST,
+    }
+
+
+@pytest.mark.parametrize(
+    ("gone", "reason"),
+    [(GONE_EVICTED, PromptOutcome.EVICTED), (0, PromptOutcome.NEW)],
+)
+def test_a_prompt_shorter_than_a_chunk(engine: Engine, gone: int, reason: PromptOutcome) -> None:
+    tokens = PROMPT[: 2 * BLOCK_TOKENS + 3]
+    seen(engine, tokens)
+    engine.sidecar.evict(chain_of(engine, tokens).partial(0, 2), gone)
+    assert outcomes(engine, request_of("a", tokens, max_tokens=1)) == {
+        reason: 2 * BLOCK_TOKENS,
+        PromptOutcome.TAIL: 3,
+    }
+
+
+def test_a_short_prompt_whose_read_is_late(engine: Engine) -> None:
+    tokens = PROMPT[: CHUNK_TOKENS - 1]
+    blocks = len(tokens) // BLOCK_TOKENS
+    seen(engine, tokens)
+    engine.sidecar.demote(chain_of(engine, tokens).partial(0, blocks))
+    request = request_of("a", tokens, max_tokens=1)
+    engine.add(request)
+    engine.sidecar.receive()
+    engine.sidecar.answer(engine.sidecar.lookups[0], ready=0, outcome=Outcome.EXPIRED)
+    assert outcomes(engine, request) == {
+        PromptOutcome.LATE: blocks * BLOCK_TOKENS,
+        PromptOutcome.TAIL: len(tokens) - blocks * BLOCK_TOKENS,
     }
 
 
@@ -218,12 +248,20 @@ def test_the_same_prompt_twice_at_once(engine: Engine) -> None:
     while not second.is_finished():
         engine.step()
     assert dict(engine.outcomes - before) == {
-        PromptOutcome.BEING_WRITTEN: FULL * CHUNK_TOKENS,
-        PromptOutcome.NEW: CACHED - FULL * CHUNK_TOKENS,
+        PromptOutcome.BEING_WRITTEN: CACHED,
         PromptOutcome.TAIL: REST,
     }
     engine.settle()
     engine.check_idle()
+
+
+def test_an_id_that_cannot_be_printed(engine: Engine) -> None:
+    """A client chose it; the sidecar would refuse the message with the other prompts."""
+    engine.finish(engine.add(request_of("a\u00a0\u200bb", PROMPT, max_tokens=1)))
+    engine.settle()
+    (message,) = engine.client.sent_of(Prompts)
+    assert decode_client(encode(message)) == message
+    assert [one.request_id for one in message.prompts] == ["a??b"]
 
 
 def test_without_a_sidecar(engine: Engine) -> None:

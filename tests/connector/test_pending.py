@@ -84,7 +84,7 @@ class TestStoreOnly:
         engine.role.pending.times.ended(engine.clock.now)
         request = engine.add(request_of("a", PROMPT, max_tokens=1))
         (lookup,) = engine.client.sent_of(Lookup)
-        assert lookup.num_tokens == CACHED - 2 * CHUNK_TOKENS
+        assert (lookup.num_tokens, lookup.num_held) == (CACHED - 2 * CHUNK_TOKENS, 2)
         assert lookup.prefill_tokens_per_second == 512
         engine.finish(request)
         engine.settle()

@@ -9,6 +9,7 @@ import pytest
 from vllm.v1.request import Request
 
 from connector.scheduler.traces import Attributes
+from connector.vllm import emit_span
 from sidecar.protocol import Outcome
 from tests.connector.configurations import CHUNK_TOKENS, request_of
 from tests.connector.engine import Engine
@@ -131,3 +132,16 @@ def test_a_request_without_headers(engine: Engine, spans: Spans) -> None:
 
 def test_an_engine_that_is_not_traced(engine: Engine) -> None:
     engine.run(prompt())
+
+
+def test_a_tracer_that_fails_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no such exporter")
+
+    monkeypatch.setattr("vllm.tracing.instrument_manual", fail)
+    caplog.set_level("WARNING", "vllm.kvlake")
+    for _ in range(3):
+        emit_span("kvlake.load", HEADERS, 1, 2, {})
+    assert caplog.text.count("spans of traced requests are lost") == 1

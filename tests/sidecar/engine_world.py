@@ -212,10 +212,13 @@ class World(Watched):
         tenant: bytes = b"",
         num_tokens: int = 0,
         prefill: float = 0.0,
+        num_held: int = 0,
     ) -> list[Command]:
         keys = [key(number) for number in numbers]
         groups = groups_of(numbers)
-        lookup = Lookup(EPOCH, lookup_id, keys, deadline_ms, tenant, num_tokens, prefill, groups)
+        lookup = Lookup(
+            EPOCH, lookup_id, keys, deadline_ms, tenant, num_tokens, prefill, groups, num_held
+        )
         return self.send(Received(session_id, lookup))
 
     def lease(self, session_id: int, lease_id: int, numbers: Sequence[int]) -> list[Command]:
@@ -243,7 +246,10 @@ class World(Watched):
             if name[0] in gone:
                 assert not in_host, "forgotten with what host memory holds"
                 del self.index[name]
-        assert not gone.intersection(realm_id for realm_id, _ in self.gone)
+        assert not any(self.engine.gone.of(one) for one in gone)
+        for name in [name for name in self.gone if name[0] in gone]:
+            # The service takes these out of the index.
+            del self.gone[name]
         for realm_id in gone:
             self.world_sizes.pop(realm_id, None)
         return gone

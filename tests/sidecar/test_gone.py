@@ -108,20 +108,17 @@ def test_a_chunk_that_left_the_store() -> None:
     assert gone(world.read_done(read, StoreOutcome.MISSING)) == {key(1): Gone.EVICTED}
 
 
-@pytest.mark.parametrize("home", [True, False])
-def test_a_forgotten_realm_leaves_nothing_in_an_index_that_stays(*, home: bool) -> None:
+def test_a_forgotten_realm() -> None:
+    """`service/realm_eviction.py` takes its chunks out of an index that stays."""
     world = no_writes(slabs=1, gone_keys_max=8)
     worker = world.open(Role.WORKER)
     world.stored(worker, 1, [1])
     world.stored(worker, 2, [2])
     other = world.open(Role.WORKER, realm_id=1)
-    if home:
-        world.send(SessionClosed(worker))
-        assert world.forget_realms(0) == set(), "its last chunk is evicted first"
-        assert left(world) == {key(1): Gone.EVICTED}
-        assert world.forget_realms(0) == {0}
-        assert left(world) == {}
-    else:
-        world.send(SessionClosed(other))
-        assert world.forget_realms(1) == {1}
-        assert left(world) == {key(1): Gone.EVICTED}
+    world.send(SessionClosed(other))
+    assert world.forget_realms(1) == {1}
+    assert world.engine.gone.of(0) == [key(1)]
+    world.send(SessionClosed(worker))
+    assert world.forget_realms(0) == set(), "its last chunk is evicted first"
+    assert world.forget_realms(0) == {0}
+    assert not world.engine.gone.of(0)

@@ -6,6 +6,8 @@ from collections import Counter
 
 import pytest
 
+from sidecar.config.sections import GpuSettings
+from sidecar.observe.benefit import sentences
 from sidecar.observe.history import (
     HISTORY_SECONDS,
     SAMPLE_SECONDS,
@@ -15,6 +17,7 @@ from sidecar.observe.history import (
     Window,
 )
 from sidecar.protocol.prompts import PromptOutcome
+from sidecar.service.prompts import Seconds
 
 
 class World:
@@ -103,3 +106,12 @@ def test_the_share_of_hits_leaves_out_what_no_cache_can_have() -> None:
     assert share() is None
     assert share(tail=5) is None
     assert share(tail=50, local=30, new=10) == pytest.approx(0.75)
+
+
+def test_a_cache_that_costs_time_says_so() -> None:
+    seconds = Seconds(saved=1.0, spent=4.0, gpu_saved=2.0, gpu_spent=8.0)
+    tokens = Counter({PromptOutcome.NEW: 100, PromptOutcome.TAIL: 5})
+    window = Window(10.0, 1, tokens, 0.0, {}, 0)
+    first, *_, last = sentences({"10s": window}, seconds, GpuSettings())
+    assert first.startswith("0% of 100 cacheable prompt tokens in the last 10 seconds")
+    assert last.startswith("since the start lookups and loads took 3.0 s more than they saved: ")

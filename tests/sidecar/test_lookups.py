@@ -240,6 +240,20 @@ def test_lookup_of_a_store_slower_than_the_engine_is_answered_at_once() -> None:
     assert [read.key for read in only(commands, Read)] == [key(3), key(4)]
 
 
+def test_what_is_held_does_not_make_a_read_worth_less() -> None:
+    world, worker, scheduler = looking()
+    world.stored(worker, 1, [1, 2, 3])
+    world.listed(dict.fromkeys((4, 9), RANK_0))
+    [read] = only(world.look_up(scheduler, 1, [9]), Read)
+    world.now = 3.0
+    world.read_done(read.read_id)
+    # A read took three seconds. The engine takes five for the tokens of the fourth chunk.
+    commands = world.look_up(
+        scheduler, 2, [1, 2, 3, 4], num_tokens=256, prefill=256 / 5, num_held=3
+    )
+    assert [one.key for one in only(commands, Read)] == [key(4)]
+
+
 def test_lookup_without_a_slot_is_answered_full() -> None:
     world, worker, scheduler = looking(slabs=1, write=WritePolicy.OFF)
     world.stored(worker, 1, [1])

@@ -101,10 +101,7 @@ def test_a_prompt_that_is_cached(sidecar: RunningSidecar, explain: Explained) ->
     with Worker(sidecar.path) as worker:
         store(worker, PROMPT)
         (realm,) = explain.realms(PROMPT)
-        assert realm["runs"] == [
-            {"end_tokens": 4 * CHUNK, "where": "host"},
-            {"end_tokens": CACHED, "where": "host"},
-        ]
+        assert realm["runs"] == [{"end_tokens": CACHED, "where": "host"}]
         assert (realm["found_tokens"], realm["attached"]) == (CACHED, True)
         assert "missed" not in realm
         text = explain({"prompt": PROMPT, "max_tokens": 1})
@@ -133,7 +130,7 @@ def test_the_token_where_a_prompt_differs(
         assert realm.get("differs_at") == expected
         if expected is not None:
             assert f"differs from a cached one at token {place}" in explain(other)
-        assert realm["runs"][-1] == {"end_tokens": 4 * CHUNK, "where": "new"}
+        assert realm["runs"][-1] == {"end_tokens": CACHED, "where": "new"}
 
 
 def test_the_nearest_of_several_prompts(sidecar: RunningSidecar, explain: Explained) -> None:
@@ -145,6 +142,48 @@ def test_the_nearest_of_several_prompts(sidecar: RunningSidecar, explain: Explai
                 nearest = chain.keys[1]
         (realm,) = explain.realms(PROMPT)
         assert (realm["differs_at"], realm["nearest"]) == (CHUNK + 40, nearest.hex())
+
+
+def test_a_piece_of_the_first_chunk_that_is_missing(
+    sidecar: RunningSidecar, explain: Explained
+) -> None:
+    """As engines find it: an earlier turn ended in the middle of that chunk."""
+    with Worker(sidecar.path) as worker:
+        store(worker, PROMPT[: CHUNK + 2 * BLOCK_TOKENS])
+        (realm,) = explain.realms(PROMPT)
+        assert realm["found_tokens"] == CHUNK + 2 * BLOCK_TOKENS
+        assert "nearest" not in realm, "the cached one only ends there"
+        assert realm["runs"] == [
+            {"end_tokens": CHUNK + 2 * BLOCK_TOKENS, "where": "host"},
+            {"end_tokens": CACHED, "where": "new"},
+        ]
+        other = PROMPT.copy()
+        other[CHUNK + 20] = 7
+        (realm,) = explain.realms(other)
+        # Its first block.
+        assert (realm["found_tokens"], realm["differs_at"]) == (CHUNK, CHUNK + 20)
+
+
+def test_the_end_of_a_prompt(sidecar: RunningSidecar, explain: Explained) -> None:
+    with Worker(sidecar.path) as worker:
+        short = PROMPT[: 2 * BLOCK_TOKENS + 1]
+        (realm,) = explain.realms(short)
+        assert realm["runs"] == [{"end_tokens": 2 * BLOCK_TOKENS, "where": "new"}]
+        store(worker, PROMPT)
+        other = PROMPT.copy()
+        other[4 * CHUNK + 5] = 7
+        (realm,) = explain.realms(other)
+        assert (realm["found_tokens"], realm["differs_at"]) == (4 * CHUNK, 4 * CHUNK + 5)
+        assert realm["runs"] == [
+            {"end_tokens": 4 * CHUNK, "where": "host"},
+            {"end_tokens": CACHED, "where": "new"},
+        ]
+
+
+def test_recurrent_layers_are_left_out(sidecar: RunningSidecar, explain: Explained) -> None:
+    namespace = json.dumps({"model": "tests/tiny", "state": {}}).encode()
+    with Worker(sidecar.path, namespace=namespace):
+        assert explain.realms(PROMPT) == []
 
 
 def test_another_cache_salt(sidecar: RunningSidecar, explain: Explained) -> None:
@@ -187,7 +226,7 @@ def test_chunks_that_left(sidecar: RunningSidecar, explain: Explained) -> None:
         (realm,) = explain.realms(PROMPT)
         assert realm["runs"][-2:] == [
             {"end_tokens": 3 * CHUNK, "where": "expired"},
-            {"end_tokens": 4 * CHUNK, "where": "new"},
+            {"end_tokens": CACHED, "where": "new"},
         ]
         assert realm["missed_gone_seconds"] >= 0
         assert "the first one left the cache" in explain(PROMPT)

@@ -23,8 +23,8 @@ from typing import Any
 import pytest
 
 from sidecar.cli import main
-from sidecar.cli.console import CommandError
-from sidecar.cli.fleet import Seen, _order, targets
+from sidecar.cli.console import CommandError, Options
+from sidecar.cli.fleet import Fleet, Seen, _order, targets
 from sidecar.cli.top import View, _as_text
 from sidecar.protocol.prompts import PromptOutcome, PromptRecord, Prompts
 from tests.sidecar.client import WAIT_SECONDS_MAX, RunningSidecar, Scheduler, config_in
@@ -69,11 +69,10 @@ def test_the_sums_are_in_metrics_and_status(sidecar: RunningSidecar) -> None:
     text = sidecar.get("/metrics").decode()
     for line in (
         "kvlake_prompts_total 2.0",
-        "kvlake_prefill_seconds_saved_total 2.01",
-        "kvlake_prefill_seconds_spent_total 0.01",
+        "kvlake_gpu_seconds_saved_total 2.01",
+        "kvlake_gpu_seconds_spent_total 0.01",
     ):
         assert f"\n{line}\n" in text
-    assert "\nkvlake_gpu_seconds_saved " in text
     prompts = sidecar.status()["prompts"]
     assert prompts["saved"]["money"] == pytest.approx(2.0)
     assert prompts["last"]["1h"]["hit_share"] == 0.7
@@ -84,7 +83,7 @@ def test_status_begins_with_whether_it_helps(
 ) -> None:
     assert main(["status", "--url", sidecar.info.http_url]) == 0
     first, second, third = capsys.readouterr().out.splitlines()[:3]
-    assert first.startswith("70% of 1,010 prompt tokens in the last ")
+    assert first.startswith("70% of 1,000 cacheable prompt tokens in the last ")
     assert "(local 10%, host 60%, store 0%, other 0%)" in first
     assert second.startswith("20% were computed because of evicted: they had left host memory")
     assert third.endswith(
@@ -242,6 +241,29 @@ def test_targets_are_a_file_or_a_name(tmp_path: Path) -> None:
     ):
         with pytest.raises(CommandError, match=re.escape(said)):
             targets(wrong)
+
+
+def test_what_others_say_is_text() -> None:
+    """Rich takes what is in brackets for markup."""
+    seen = [Seen("http://[fd00::1]:9400", None, "no answer [/b]"), Seen("http://b:1", None, "[x]")]
+    text = _as_text(seen, View())
+    for part in ("[fd00::1]:9400", "no answer [/b]", "[x]"):
+        assert part in text
+    assert "no answer [/b]" in _as_text(seen[:1], View())
+
+
+def test_targets_that_cannot_be_read_any_more(tmp_path: Path) -> None:
+    file = tmp_path / "targets"
+    file.write_text("127.0.0.1:9\n")
+    options = Options(targets=str(file), url=None, config=None, timeout=0.2, token_file=None)
+    with Fleet(options) as fleet:
+        assert [one.url for one in fleet.ask()] == ["http://127.0.0.1:9"]
+        file.unlink()
+        lost, known = fleet.ask()
+        assert "cannot be read" in lost.problem
+        assert known.url == "http://127.0.0.1:9"
+    with Fleet(options) as fleet, pytest.raises(CommandError, match="cannot be read"):
+        fleet.ask()
 
 
 def test_without_a_terminal_it_asks_for_once(

@@ -169,6 +169,7 @@ CLIENTS = (
         "for realm in realms",
         "for realm in realms[:1]",
         ("several groups",),
+        seed=2,
     ),
     Mutation(
         "a pin keeps chunks in the first group alone",
