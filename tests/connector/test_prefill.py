@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from connector.scheduler.prefill import PREFILL_TOKENS_MIN, STEPS_MAX, PrefillTimes
+from tests.connector.configurations import request_of
+from tests.connector.engine import Engine
+from tests.connector.prompts import PROMPT
 
 
 def step(times: PrefillTimes, planned: float, ended: float, *work: tuple[int, int]) -> None:
@@ -75,3 +80,20 @@ def test_old_steps_are_forgotten() -> None:
     for number in range(1000):
         times.planned(number, [(0, 10)])
     assert times.seconds(0, 1000) == pytest.approx(1.0)
+
+
+def test_a_step_with_a_prompt_that_is_not_cached_says_nothing(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How far that prompt is is not known."""
+    planned: list[Sequence[tuple[int, int]]] = []
+    times = engine.role.pending.times
+    monkeypatch.setattr(times, "planned", lambda _, work: planned.append(work))
+    engine.add(request_of("cached", PROMPT, max_tokens=1))
+    engine.step()
+    assert planned.pop() == [(0, len(PROMPT))]
+    streamed = request_of("streamed", [7, *PROMPT], max_tokens=1)
+    streamed.resumable = True
+    engine.add(streamed)
+    engine.step()
+    assert planned.pop() == []

@@ -38,7 +38,7 @@ from tests.sidecar.client import (
 )
 from tests.sidecar.subscriber import Subscriber
 from tests.sidecar.test_groups import HybridWorker, hybrid_scheduler, store_of
-from tiers.kv.index import FLAG_HOST, FLAG_STORE
+from tiers.kv.index import FLAG_HOST, FLAG_STORE, GONE_EXPIRED, tags_of
 from tiers.kv.layout import Segment
 from tiers.store.middleware import Verb, Wrapper
 from tiers.store.object_tier import ObjectTier
@@ -315,6 +315,30 @@ def test_groups_beside_a_home_that_is_used_are_forgotten_alone(short_directory: 
                 # Nothing is left of the group in the index that it shared.
                 assert scheduler.flags(*keys) == [FLAG_HOST | FLAG_STORE, 0]
             assert sidecar.status()["index"]["realms"] == 2
+
+
+def marks(scheduler: Scheduler, *keys: bytes) -> list[int]:
+    """All flags of these keys, also why they are gone."""
+    found: list[int] = scheduler.index.lookup(tags_of(keys, scheduler.attached.index_salt)).tolist()
+    return found
+
+
+def test_what_a_forgotten_group_has_lost_is_not_in_the_index_that_stays(
+    short_directory: Path,
+) -> None:
+    config = limited(config_in(short_directory), 2)
+    keys = [key_of("full"), key_of("window")]
+    with RunningSidecar(config) as sidecar:
+        with HybridWorker(sidecar.path) as worker, hybrid_scheduler(sidecar.path) as scheduler:
+            worker.submit(stores=[StoreJob(1, [store_of(0, keys[0], [1, 2, 3, 4])])])
+            worker.submit(stores=[StoreJob(2, [store_of(1, keys[1], [9, 8])], 50)])
+            assert [worker.outcome(1), worker.outcome(2)] == [Outcome.OK] * 2
+            sidecar.wait_until(lambda now: now["counters"]["chunks_expired"] == 1)
+            assert marks(scheduler, *keys) == [FLAG_HOST, GONE_EXPIRED]
+        left(sidecar)
+        with Scheduler(sidecar.path) as scheduler:
+            pass_by(sidecar, groups=(lone_group(1),))
+            assert marks(scheduler, *keys) == [FLAG_HOST, 0]
 
 
 # --- the object store, and who follows it --------------------------------------------------------
