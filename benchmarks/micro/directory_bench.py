@@ -63,7 +63,7 @@ class NoSlots:
     def unseal(self, offset: int) -> None:
         """Nothing was allocated."""
 
-    def touch(self, offset: int) -> None:
+    def touch(self, offset: int, uses: int) -> None:
         """Nothing was allocated."""
 
     def free(self, offset: int) -> None:

@@ -10,7 +10,7 @@ carries rows. No method raises for a fault of the cache, and none waits for the 
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Final
@@ -50,6 +50,7 @@ from sidecar.protocol import (
     LookupDone,
     Release,
     Role,
+    Use,
     sockets_of,
 )
 from tiers.kv.index import FLAG_HOST, FLAG_STORE
@@ -80,6 +81,10 @@ class _Request:
     """Read from the object store for it, and in host memory since."""
     missed: set[bytes] = field(default_factory=set[bytes])
     """Not available for it, and not tried again."""
+    used: set[bytes] = field(default_factory=set[bytes])
+    """Chunks that the sidecar knows to be in its prompt."""
+    uses: dict[bytes, int] = field(default_factory=dict[bytes, int])
+    """Others, and where each ends."""
     carried: Counter[bytes] = field(default_factory=Counter[bytes])
     """How often each was carried to vLLM's host tier since the request last ran."""
 
@@ -238,7 +243,14 @@ class KVLakeTier(SecondaryTierManager):
         end = context.get_offload_key_position(key)
         if request is not None and end is not None:
             request.places[get_offload_group_idx(key), end] = own
+            if own not in request.used and request.request_params is not NOTHING:
+                request.uses[own] = end
         return own
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Note chunks that were found in vLLM's own host tier."""
+        for key in keys:
+            self._own_key(key, self._requests.get(req_context.req_id), req_context)
 
     def _ask(self, request: _Request, session: SidecarSession) -> None:
         """Have the sidecar read chunks that only the object store holds."""
@@ -348,6 +360,8 @@ class KVLakeTier(SecondaryTierManager):
         for request_id in (*context.new_req_ids, *context.preempted_req_ids):
             if (request := self._requests.get(request_id)) is not None:
                 request.carried.clear()
+        for request in self._requests.values():
+            self._use(session, request)
         for request_id, request in self._requests.items():
             if self._offloaded.excluded(request_id):
                 request.request_params = NOTHING
@@ -360,6 +374,17 @@ class KVLakeTier(SecondaryTierManager):
                 self._ask(request, session)
         self._staging.pump(session)
 
+    def _use(self, session: SidecarSession | None, request: _Request) -> None:
+        """Name the chunks of a request to the sidecar, each once, before they are stored."""
+        if not request.uses:
+            return
+        keys = sorted(request.uses, key=request.uses.__getitem__)[:KEYS_PER_MESSAGE_MAX]
+        request.used.update(keys)
+        request.uses.clear()
+        if session is not None:
+            num_tokens = len(keys) * max(self._chunk_tokens.values())
+            self.client.send(session, Use(session.epoch, keys, num_tokens))
+
     def has_pending_work(self) -> bool:
         """Whether an answer is awaited."""
         return bool(self._reads)
@@ -371,6 +396,7 @@ class KVLakeTier(SecondaryTierManager):
         session = self.client.session
         if request is None or session is None:
             return
+        self._use(session, request)
         if lookups := [one for one, asked in request.lookups.items() if asked is session]:
             for lookup_id in lookups:
                 self._reads.pop(lookup_id, None)

@@ -103,6 +103,22 @@ class HitFinder:
                 return 0
         return min(reached, ends)
 
+    def prompt_chunks(self, state: RequestState) -> list[tuple[int, bytes]]:
+        """Group and key of what a hit of a whole prompt needs, head first in each group."""
+        found: list[tuple[int, bytes]] = []
+        end_tokens = state.prompt_tokens
+        for group in state.groups:
+            number, chain, geometry = group.group, group.chain, group.geometry
+            if number not in self._full:
+                pieces = pieces_kept(geometry, end_tokens)
+                found += [(number, chain.key_of(piece.chunk, piece.end)) for piece in pieces]
+                continue
+            last, tokens = divmod(end_tokens, geometry.chunk_tokens)
+            found += [(number, key) for key in chain.keys[:last]]
+            if blocks := tokens // geometry.block_tokens:
+                found.append((number, chain.partial(last, blocks)))
+        return found
+
     def computed(
         self,
         state: RequestState,

@@ -116,6 +116,8 @@ class RequestState:
     """A step left out the drafter, whose layers lack KV from there on."""
     expects_until: float | None = None
     """The deadline for chunks of another engine."""
+    used: bool = False
+    """The sidecar knows of its prompt."""
     counted: bool = False
     """It is a hit, a miss or neither in the statistics."""
     hit_sources: tuple[int, int] = (0, 0)

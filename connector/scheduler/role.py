@@ -26,7 +26,7 @@ from connector.events import TierEvent, TierEvents
 from connector.identity.groups import CachedGroup, State, aligned
 from connector.plan import Load, StepPlan, StepReport
 from connector.request_params import EXPECT, PARAMS
-from connector.scheduler.lookup import HitFinder, pieces_of
+from connector.scheduler.lookup import HitFinder, keys_and_groups, pieces_of
 from connector.scheduler.outcomes import PromptTokens
 from connector.scheduler.pending import PendingLookups
 from connector.scheduler.prefill import DECODE_TOKENS_MAX
@@ -35,7 +35,7 @@ from connector.scheduler.stats import Stats
 from connector.scheduler.stores import StorePlanner, Stores
 from connector.scheduler.traces import Tracer
 from connector.vllm_workarounds import UncomputedBlocks
-from sidecar.protocol import Lease, LoadChunk, LoadJob, LookupDone, Release
+from sidecar.protocol import Lease, LoadChunk, LoadJob, LookupDone, Release, Use
 from sidecar.protocol.prompts import PromptOutcome, Prompts
 
 logger = logging.getLogger("vllm.kvlake")
@@ -216,6 +216,7 @@ class SchedulerRole:
             return
         state.scheduled_tokens = 0
         state.void |= self._begins_stale(state)
+        self._use(state)
         if external_tokens <= 0:
             state.begins_tokens = state.local_tokens
             self.stats.requests_missed += not state.counted and self._misses(state)
@@ -250,6 +251,19 @@ class SchedulerRole:
             self.client.send(session, Lease(session.epoch, load.job.job_id, keys, state.tenant))
         # After the lease, so that chunks of both are pinned all the time.
         self.pending.release(state)
+
+    def _use(self, state: RequestState) -> None:
+        """Tell the sidecar, once, which chunks the prompt of a request has."""
+        session = self.client.session
+        if state.used or state.void or session is None:
+            return
+        state.used = True
+        found = self._finder.prompt_chunks(state)
+        if found:
+            keys, groups = keys_and_groups(found)
+            geometry = self._geometries[self._finder.main_group]
+            num_tokens = aligned([geometry], state.prompt_tokens)
+            self.client.send(session, Use(session.epoch, keys, num_tokens, groups))
 
     def _sort(self, state: RequestState, begin_tokens: int, *, loading: bool = False) -> None:
         """Note why a request computes its prompt from `begin_tokens` on."""

@@ -1,18 +1,24 @@
 """`kvlake explain`: where the tokens of prompts came from or are, and why some were computed.
 
+`kvlake record` writes down which chunks prompts have, for `make replay`: each prompt once, in the
+order in which they came, or counted as lost.
+
 Does not own the figures: schedulers report them (`connector/scheduler/outcomes.py`), the sidecar
-keeps the last ones (`limits.prompts_kept`), and looks prompts up (`observe/prompt_match.py`).
+keeps the last ones (`limits.prompts_kept`), looks prompts up (`observe/prompt_match.py`), and
+keeps their chunks (`service/uses.py`).
 """
 
 import json
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import IO, Any, Final, cast
 
-from sidecar.cli.client import client_of, get_list
+from sidecar.cli.client import SidecarClient, client_of, get_list
 from sidecar.cli.console import CommandError, Document, NoAnswer, Options, duration, show, table
 from sidecar.observe.benefit import MEANINGS
 from sidecar.sessions.model_names import printable
@@ -21,13 +27,17 @@ TOKENS_MAX: Final = 1 << 20
 ANSWER_BYTES_MAX: Final = 16 << 20
 SAID_CHARACTERS_MAX: Final = 400
 NOT_FOR_TOKENS: Final = ("stream", "stream_options", "max_tokens", "max_completion_tokens")
+POLL_SECONDS: Final = 1.0
 SHORT: Final = 24
 """Characters of a value that is shown."""
 _PLACES: Final = {"host": "in host memory", "store": "in the object store"}
 
 
 def main(options: Options) -> None:
-    """Explain one request, the last ones, or what is cached of a prompt."""
+    """Explain one request, the last ones, or what is cached of a prompt; or record prompts."""
+    if options.action == "record":
+        _record(options)
+        return
     if options.prompt:
         if options.request_id:
             raise CommandError("give either --prompt or REQUEST_ID, not both")
@@ -213,3 +223,69 @@ def _tokens_of(body: Mapping[str, Any], engine: str, seconds_max: float) -> list
     except (ValueError, KeyError, TypeError) as error:
         raise NoAnswer(f"{url} answered without tokens; is that a vLLM server?") from error
     return cast("list[object]", tokens)
+
+
+def _record(options: Options) -> None:
+    """Write prompts down until the time is over, or until Ctrl-C."""
+    client = client_of(options)
+    # Before a file is made: without a sidecar there is nothing to record.
+    client.get("/uses?after=0")
+    recording = Recording(client)
+    try:
+        with _opened(options.file) as file, suppress(KeyboardInterrupt):
+            recording.run(file, options.seconds)
+    except OSError as error:
+        raise CommandError(f"{options.file}: {error.strerror}; name a new file") from error
+    sys.stderr.write(f"{recording.summary(options.file)}\n")
+
+
+def _opened(name: str) -> AbstractContextManager[IO[str]]:
+    return nullcontext(sys.stdout) if name == "-" else Path(name).open("x")
+
+
+class Recording:
+    """What was written, and what could not be."""
+
+    def __init__(self, client: SidecarClient) -> None:
+        self._client = client
+        self._last = 0
+        self.prompts = 0
+        self.lost = 0
+
+    def run(self, file: IO[str], seconds: float) -> None:
+        """Write what comes in this time, and what the sidecar still has from before."""
+        ends = time.monotonic() + seconds
+        while True:
+            # A sidecar that restarts answers again.
+            with suppress(NoAnswer):
+                self.poll(file)
+            left = ends - time.monotonic()
+            if left <= 0:
+                return
+            time.sleep(min(left, POLL_SECONDS))
+
+    def poll(self, file: IO[str]) -> None:
+        """Write the prompts since the last call."""
+        answer = self._client.get(f"/uses?after={self._last}")
+        if answer["last"] < self._last:
+            # Another sidecar: it counts from 1 again.
+            self._last = 0
+            answer = self._client.get("/uses?after=0")
+        for one in answer["uses"]:
+            self.lost += max(0, one["number"] - self._last - 1) if self._last else 0
+            self._last = one["number"]
+            line = {
+                "time": one["at"],
+                "model": one["model"],
+                "keys": one["keys"],
+                "tokens": one["tokens"],
+                "tokens_per_key": one["tokens_per_key"],
+            }
+            file.write(json.dumps(line) + "\n")
+            self.prompts += 1
+        file.flush()
+
+    def summary(self, name: str) -> str:
+        """How many prompts there were."""
+        lost = f", {self.lost} came too fast to be recorded: raise limits.prompts_kept"
+        return f"{self.prompts} prompts are in {name}{lost if self.lost else ''}"

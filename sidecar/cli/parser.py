@@ -178,6 +178,27 @@ def _add_node_commands(commands: _Commands) -> None:
     where = explain.add_mutually_exclusive_group()
     where.add_argument("--config", type=Path, metavar="FILE", help=_CONFIG_HELP)
     _add_sidecar_options(explain, where=where)
+    record = _command(
+        commands,
+        "record",
+        "explain",
+        help="write down which chunks prompts have, to replay them",
+        description="Ask a running sidecar every second for the chunks of the prompts of its "
+        "engines, and write a line of JSON for each. There is nothing in it of what prompts say. "
+        "`make replay TRACES=FILE` in kvlake's repository shows what each policy of eviction, and "
+        "more memory, would make of them.",
+    )
+    record.add_argument("file", metavar="FILE", help="a new file; - for standard output")
+    record.add_argument(
+        "--seconds",
+        type=_seconds,
+        default=3600.0,
+        metavar="N",
+        help="how long (default: 3600; Ctrl-C ends it before)",
+    )
+    where = record.add_mutually_exclusive_group()
+    where.add_argument("--config", type=Path, metavar="FILE", help=_CONFIG_HELP)
+    _add_sidecar_options(record, where=where)
     top = _command(
         commands,
         "top",

@@ -10,6 +10,7 @@ from typing import Final, cast
 
 from sidecar.cli.client import client_of
 from sidecar.cli.console import Document, Options, document_table, duration, show, table
+from sidecar.observe.benefit import what_if
 from sidecar.sessions.model_names import model_name
 from tiers.sizes import approximate_size
 
@@ -86,6 +87,8 @@ def _tiers(document: Document) -> str:
             f"{index.get('realms', '?')} namespaces and topologies, at most "
             f"{index.get('realms_max', '?')}"
         )
+    if ratios := _section(host, "expected_hit_ratio"):
+        lines.append(what_if(ratios, size))
     if queued := store.get("write_queue_bytes", 0):
         lines.append(f"{approximate_size(queued)} of host memory wait to be written to the store")
     if bill := _section(store, "monthly_bill"):

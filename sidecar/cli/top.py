@@ -26,7 +26,7 @@ from rich.text import Text
 
 from sidecar.cli.console import CommandError, Document, NoAnswer, Options, duration, show
 from sidecar.cli.fleet import SORTS, Fleet, Seen, per_second, summary, table_of
-from sidecar.observe.benefit import WINDOWS, meaning_of_loss
+from sidecar.observe.benefit import WINDOWS, meaning_of_loss, what_if
 from tiers.sizes import approximate_size
 
 SOURCES: Final = {"local": "engine", "host": "host memory", "store": "object store"}
@@ -191,6 +191,8 @@ def _contents(status: Document) -> Panel:
     evicted = f"{status['counters']['chunks_evicted']:,} evicted"
     occupied = f"{approximate_size(used)} of {approximate_size(size)}"
     lines = [f"host memory   {occupied}, {host['chunks']:,} chunks, {evicted}"]
+    if ratios := host["expected_hit_ratio"]:
+        lines.append(what_if(ratios, size))
     if store is not None:
         lines.append(f"object store  {store['chunks']:,} chunks in {store['url']}")
     table = Table(box=None, expand=True, pad_edge=False)

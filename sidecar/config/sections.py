@@ -135,8 +135,9 @@ class HostSettings(Section):
     """Host memory for chunks, such as "8GiB"."""
     directory: AbsolutePath = Path("/dev/shm")  # noqa: S108 (a file system in memory, by design)
     """Absolute directory of the pool's file; in a memory file system such as /dev/shm."""
-    policy: Literal["lru", "fifo"] = "lru"
-    """Which chunk makes room: the least recently used, or the oldest."""
+    policy: Literal["density", "lru", "fifo"] = "density"
+    """Which chunk makes room: the one least likely to be used soon, as learned from earlier
+    requests (`density`), the least recently used (`lru`), or the oldest (`fifo`)."""
     prefault: Flag = True
     """Touch all of it at startup, so that no store pays for first use."""
     prefault_threads: Count | None = Field(default=None, ge=1, le=256)

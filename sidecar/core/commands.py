@@ -65,6 +65,8 @@ class RestoredSlot(msgspec.Struct, frozen=True):
     sealed: int
     used: int
     retention: Retention = FOR_EVER
+    uses: int = 0
+    """Requests that used it, up to `USES_MAX`."""
 
 
 class Restored(msgspec.Struct, frozen=True):
@@ -353,6 +355,7 @@ class Counters:
     bytes_read: int = 0
     stores_duplicate: int = 0
     stores_dropped_full: int = 0
+    stores_refused: int = 0
     stores_dropped_quota: int = 0
     stores_dropped_share: int = 0
     stores_dropped_draining: int = 0

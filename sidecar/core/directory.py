@@ -124,6 +124,8 @@ class Chunk:
     """Ranks whose segment is HOST."""
     used_at: float = 0.0
     """When it was used last, or came, by the engine's clock."""
+    uses: int = 0
+    """Requests that had it in their prompt since it came, up to `USES_MAX`."""
     detached: bool = False
     gone: Gone | None = Gone.EVICTED
     """Why it left host memory, once it has; None: nobody needs to know."""

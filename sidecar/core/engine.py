@@ -45,7 +45,7 @@ from sidecar.core.fair_share import FairShares
 from sidecar.core.host_tier import HostChange, HostTier
 from sidecar.core.jobs import Job, Jobs
 from sidecar.core.lookups import Lookups
-from sidecar.core.outbox import CoreParts, EngineLimits, Outbox
+from sidecar.core.outbox import CoreParts, EngineLimits, Outbox, WritePolicy
 from sidecar.core.pins import Leases, Pins, RequestPins
 from sidecar.core.reads import Reads
 from sidecar.core.restored import SlotAllocator
@@ -63,6 +63,7 @@ from sidecar.protocol import (
     Release,
     Role,
     Submit,
+    Use,
 )
 from sidecar.protocol.prompts import Prompts
 from tiers.policy import Policy
@@ -108,7 +109,14 @@ class Engine:
         self.gone = GoneKeys(limits.gone_keys_max, directory.realms)
         self.tenants = tenants
         shares = self.shares = FairShares(limits.shares)
-        host = self.host = HostTier(directory, slots, policy, self.counters, tenants)
+        host = self.host = HostTier(
+            directory,
+            slots,
+            policy,
+            self.counters,
+            tenants,
+            writes_all=limits.write in (WritePolicy.THROUGH, WritePolicy.ON_EVICT),
+        )
         emit = self._outbox.emit
         parts = CoreParts(epoch, limits, directory, host, self.counters, tenants, shares, emit)
         self.pins = Pins(self.directory, self.shares.pinned)
@@ -282,6 +290,8 @@ class Engine:
                 feed = self._event_feeds.get(session_id)
                 if message.heard >= 0 and feed is not None:
                     feed.acknowledge(message.heard)
+            case Use():
+                self.host.use(realms, message)
             case Prompts():
                 # `service/dispatcher.py` keeps them.
                 pass
@@ -316,8 +326,6 @@ class Engine:
         # Each key is of one group, which is not known here.
         found = (realm.chunks.get(key) for key in dict.fromkeys(message.keys) for realm in realms)
         chunks = [chunk for chunk in found if chunk is not None]
-        for chunk in chunks:
-            self.host.touch(chunk)
         name = (*session.engine, message.lease_id)
         if self.leases.take(session_id, name, chunks, session.attach.world_size, now):
             self.tenants.counters(message.tenant).leases += 1

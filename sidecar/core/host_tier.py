@@ -2,8 +2,7 @@
 
 Owns the ledger of slots between the pool (which allocates them) and the directory (which says what
 they hold), the orders of eviction, and zombies: slots of detached chunks on which a copy, read or
-write still runs. Does not decide what to store, read or write. Only this module of the core calls
-a policy (`tiers/policy/`).
+write still runs. Does not decide what to store, read or write, nor what goes first (`eviction.py`).
 
 Invariants:
 
@@ -19,17 +18,20 @@ Invariants:
 
 import enum
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Final, cast
+from typing import Final
 
 from sidecar.core.commands import Counters, RestoredSlot
 from sidecar.core.directory import Cause, Chunk, Directory, HostSegment, Realm, SegmentState
+from sidecar.core.eviction import EvictionOrders
 from sidecar.core.restored import RestoredSlots, SlotAllocator
-from sidecar.core.retention import FOR_EVER, Expiries, Gone, Retention, slot_tag
+from sidecar.core.retention import FOR_EVER, USES_MAX, Expiries, Gone, Retention, slot_tag
 from sidecar.core.tenants import Tenants
+from sidecar.protocol import Use
 from tiers.kv.layout import ChunkLayout
 from tiers.policy import Policy
+from tiers.policy.key import Left
 
 VICTIMS_SCANNED_MAX: Final = 1024
 """Entries of the eviction order that one search examines."""
@@ -54,6 +56,16 @@ class HostChange(enum.Enum):
     REMOVED = "removed"
 
 
+class Reservation(enum.Enum):
+    """Whether a segment got a slot."""
+
+    MADE = "made"
+    FULL = "full"
+    """No slot could be freed, or its tenant is at its limit."""
+    REFUSED = "refused"
+    """The policy prefers every chunk that would have to go."""
+
+
 class HostTier:
     """Slots, and the chunks in them. Other parts learn from `changes` what happened."""
 
@@ -64,10 +76,13 @@ class HostTier:
         policy: Policy,
         counters: Counters,
         tenants: Tenants,
+        *,
+        writes_all: bool = False,
     ) -> None:
+        self._writes_all = writes_all
         self._directory = directory
         self.slots = slots
-        self._policy = policy
+        self.orders = EvictionOrders(directory, policy, tenants)
         self._counters = counters
         self._tenants = tenants
         self.now = 0.0
@@ -97,50 +112,86 @@ class HostTier:
         if slots:
             self.adoptions.append((realm, rank, iter(history)))
 
-    def touch(self, chunk: Chunk) -> None:
-        """Note a use of a chunk."""
-        if chunk.hosted and not chunk.detached:
-            self._use(chunk)
+    def use(self, realms: Sequence[Realm], message: Use) -> None:
+        """Note the prompt of a request, whether its chunks are here or not."""
+        for chunk in self.orders.use(realms, message):
+            chunk.uses = min(chunk.uses + 1, USES_MAX)
+            if not chunk.hosted or chunk.detached:
+                continue
             chunk.used_at = self.now
             for segment in chunk.segments:
                 if segment.state is SegmentState.HOST:
-                    self.slots.touch(segment.slot)
+                    self.slots.touch(segment.slot, chunk.uses)
             self.changes.append((HostChange.USED, chunk))
+
+    def expected_hit_ratios(self) -> dict[float, float]:
+        """Which part of the chunks of prompts an LRU would find, by multiple of this memory."""
+        used_bytes = self.slots.size_bytes - self.slots.free_bytes()
+        chunks = self._directory.chunks_in_host
+        if not chunks:
+            return {}
+        return self.orders.expected_hit_ratios(self.slots.size_bytes * chunks / used_bytes)
 
     def request_pin(self, chunk: Chunk) -> None:
         """A session keeps a chunk. It leaves the orders: a search would only step over it."""
         if chunk.hosted and not chunk.detached:
-            self._leave(chunk)
+            self.orders.leave(chunk, Left.PINNED)
         chunk.request_pins += 1
 
     def request_unpin(self, chunk: Chunk) -> None:
         """A session keeps it no longer; after the last one it enters the orders as just used."""
         chunk.request_pins -= 1
         if chunk.hosted and not chunk.detached:
-            self._enter(chunk)
+            self.orders.enter(chunk)
 
     # --- filling a slot ------------------------------------------------------------------------
 
-    def reserve(self, segment: HostSegment, cause: Cause, retention: Retention = FOR_EVER) -> bool:
-        """Give an absent segment a slot to be filled (GATHER or READ). False if there is none."""
+    def reserve(
+        self, segment: HostSegment, cause: Cause, retention: Retention = FOR_EVER
+    ) -> Reservation:
+        """Give an absent segment a slot to be filled (GATHER or READ), and set its retention.
+
+        The chunk's parent is known, if it has one.
+        """
         chunk = segment.chunk
         # Pinned, because other segments of this chunk must not be evicted for this slot.
         chunk.pins += 1
         within_limit = self._make_room(chunk.tenant, segment.slot_bytes)
-        slot = self._allocate(segment) if within_limit else None
+        slot = None
+        refused = False
+        if within_limit:
+            slot = self._allocate_free(segment)
+            refused = slot is None and cause is Cause.GATHER and self._refuses(chunk, retention)
+            if slot is None and not refused:
+                slot = self._evict_for(segment)
         chunk.pins -= 1
+        if refused:
+            self._counters.stores_refused += 1
+            return Reservation.REFUSED
         if slot is None:
             self._count_dropped(chunk.tenant, cause, within_limit=within_limit)
-            return False
+            return Reservation.FULL
         self._retain(chunk, retention)
         tag = slot_tag(chunk.tenant, chunk.retention)
         if any(tag):
             self.slots.set_tag(slot, tag)
         self._tenants.charge(chunk.tenant, segment.slot_bytes)
+        assert slot not in self.allocated, f"slot {slot} was given out twice"
+        self.allocated.add(slot)
         self._directory.move(segment, cause)
         segment.slot = slot
         segment.running = 1
-        return True
+        return Reservation.MADE
+
+    def _refuses(self, chunk: Chunk, retention: Retention) -> bool:
+        """Whether the policy has no room for a new chunk, and the store does not need it either.
+
+        With the store, it is kept until it is written, and goes first then.
+        """
+        if not chunk.empty or chunk.pins > 1 or chunk.request_pins:
+            # Another rank's part was admitted, or a request or a session wants it.
+            return False
+        return not self.orders.admits(chunk) and (retention.stays or not self._writes_all)
 
     def filled(self, segment: HostSegment, num_blocks: int, parent: bytes) -> bool:
         """The slot was filled and sealed. False if its chunk was removed in the meantime."""
@@ -174,7 +225,7 @@ class HostTier:
         chunk.used_at = self.now
         self._directory.move(segment, cause)
         if chunk.hosted == 1:
-            self._enter(chunk)
+            self.orders.enter(chunk)
 
     def _retain(self, chunk: Chunk, retention: Retention) -> None:
         """Apply the retention of one segment: the strictest of all segments counts."""
@@ -230,7 +281,7 @@ class HostTier:
         """Detach a chunk. Work on its slots ends first."""
         chunk.gone = gone
         if chunk.hosted:
-            self._leave(chunk)
+            self.orders.leave(chunk, Left.GONE)
         self._directory.detach(chunk)
         for segment in chunk.segments:
             if segment.state is SegmentState.ZOMBIE:
@@ -257,31 +308,6 @@ class HostTier:
         self.slots.free(slot)
 
     # --- eviction ------------------------------------------------------------------------------
-
-    def _orders_of(self, chunk: Chunk) -> tuple[Policy, ...]:
-        if chunk.request_pins:
-            return ()
-        own = self._tenants.order(chunk.tenant)
-        return (self._policy,) if own is None else (self._policy, own)
-
-    def _enter(self, chunk: Chunk) -> None:
-        realm_id = chunk.realm.realm_id
-        for order in self._orders_of(chunk):
-            order.add((realm_id, chunk.key), (realm_id, chunk.parent))
-
-    def _use(self, chunk: Chunk) -> None:
-        for order in self._orders_of(chunk):
-            order.touch((chunk.realm.realm_id, chunk.key))
-
-    def _leave(self, chunk: Chunk) -> None:
-        for order in self._orders_of(chunk):
-            order.remove((chunk.realm.realm_id, chunk.key))
-
-    def victims(self, order: Policy | None = None) -> Iterator[Chunk]:
-        """Chunks in the order of eviction, pinned ones too: of all tenants, or of `order`."""
-        victims = (self._policy if order is None else order).victims()
-        for realm_id, key in cast("Iterator[tuple[int, bytes]]", victims):
-            yield self._directory.realms[realm_id].chunks[key]
 
     def busy(self, realm: Realm) -> bool:
         """Whether a realm has zombies, or slots to adopt."""
@@ -324,7 +350,8 @@ class HostTier:
         self._tenants.close_if_unused(tenant)
         return fits
 
-    def _allocate(self, segment: HostSegment) -> int | None:
+    def _allocate_free(self, segment: HostSegment) -> int | None:
+        """A slot that is free, or that nobody has claimed since the restart."""
         slot_bytes = segment.slot_bytes
         slot = self.slots.allocate(slot_bytes)
         # Unclaimed slots go first, even several for one.
@@ -334,25 +361,26 @@ class HostTier:
                 break
             self._free_unclaimed(unclaimed)
             slot = self.slots.allocate(slot_bytes)
+        return slot
+
+    def _evict_for(self, segment: HostSegment) -> int | None:
+        slot_bytes = segment.slot_bytes
         # A victim of the same size frees exactly what is needed, so it is the first choice.
-        victim = self._victim(slot_bytes=slot_bytes) if slot is None else None
+        victim = self._victim(slot_bytes=slot_bytes)
         for _ in range(EVICTIONS_PER_SLOT_MAX):
-            if slot is not None:
-                break
             victim = victim or self._victim()
             if victim is None:
                 return None
             self._evict(victim, Gone.EVICTED)
             victim = None
             slot = self.slots.allocate(slot_bytes)
-        if slot is not None:
-            assert slot not in self.allocated, f"slot {slot} was given out twice"
-            self.allocated.add(slot)
-        return slot
+            if slot is not None:
+                return slot
+        return None
 
     def _victim(self, order: Policy | None = None, slot_bytes: int | None = None) -> Chunk | None:
         """The first chunk of an order that may be evicted, with a slot of a size if given."""
-        for chunk in islice(self.victims(order), VICTIMS_SCANNED_MAX):
+        for chunk in islice(self.orders.victims(order), VICTIMS_SCANNED_MAX):
             if chunk.pins == 0 and not chunk.busy and self._has_slot_of(chunk, slot_bytes):
                 return chunk
         return None
@@ -367,7 +395,7 @@ class HostTier:
         chunk.gone = gone
         self._counters.chunks_evicted += 1
         self._tenants.counters(chunk.tenant).chunks_evicted += 1
-        self._leave(chunk)
+        self.orders.leave(chunk, Left.GONE if gone is None else Left.EVICTED)
         for segment in chunk.segments:
             if segment.state is SegmentState.HOST:
                 self._directory.move(segment, Cause.EVICTED)
@@ -410,7 +438,7 @@ class HostTier:
         if chunk is not None:
             segment = chunk.segments[rank]
             if segment.slot == restored.slot and segment.state is SegmentState.HOST:
-                self._use(chunk)
+                self.orders.replay_use(chunk)
 
     def _adopt(self, realm: Realm, rank: int, restored: RestoredSlot) -> None:
         chunk = self._directory.open_chunk(realm, restored.key, restored.tenant)
@@ -430,6 +458,7 @@ class HostTier:
         self._retain(chunk, restored.retention)
         self._tenants.charge(chunk.tenant, segment.slot_bytes)
         segment.slot = restored.slot
+        chunk.uses = restored.uses
         self._publish(segment, Cause.RESTORED, restored.num_blocks, restored.parent)
         if chunk.loadable:
             self._counters.chunks_restored += 1

@@ -15,6 +15,7 @@ from typing import Final
 from sidecar.core.commands import Copied, Gather, Scatter, SessionOpened
 from sidecar.core.directory import Cause, HostSegment, Realm, SegmentState
 from sidecar.core.fair_share import load_cost, store_cost
+from sidecar.core.host_tier import Reservation
 from sidecar.core.outbox import CorePart, CoreParts, Sampling
 from sidecar.core.retention import Retention
 from sidecar.protocol import LoadChunk, LoadJob, Outcome, StoreChunk, StoreJob
@@ -134,7 +135,6 @@ class Jobs(CorePart):
     def _scatter(self, job: Job, piece: LoadChunk, segment: HostSegment, cost: int) -> None:
         chunk = segment.chunk
         self._host.hold(segment)
-        self._host.touch(chunk)
         verifies = self._sampling.selects(segment)
         self._counters.loads_unverified += not verifies
         self._last_copy_id += 1
@@ -184,24 +184,27 @@ class Jobs(CorePart):
             return Outcome.OK
         chunk = realm.chunks.get(piece.key)
         if chunk is not None and chunk.segments[rank].state is not SegmentState.ABSENT:
-            # It is there, or is being stored or read, so the blocks are not needed. An engine
-            # computed it again: that is a use.
+            # It is there, or is being stored or read, so the blocks are not needed.
             self._counters.stores_duplicate += 1
-            self._host.touch(chunk)
             return Outcome.OK
         if self.draining:
             self._counters.stores_dropped_draining += 1
             return Outcome.FULL
         chunk = self._directory.open_chunk(realm, piece.key, piece.tenant)
+        chunk.parent = piece.parent
         segment = chunk.segments[rank]
         cost, storing = store_cost(realm, piece), segment.slot_bytes
         admitted = self._admit(job, cost, 1, storing)
         self._counters.stores_dropped_share += not admitted
-        if not admitted or not self._host.reserve(segment, Cause.GATHER, retention):
+        made = Reservation.FULL
+        if admitted:
+            made = self._host.reserve(segment, Cause.GATHER, retention)
+        if made is not Reservation.MADE:
             if admitted:
                 self._give_back(job, cost, storing)
             self._directory.drop_if_unused(chunk)
-            return Outcome.FULL
+            # A refusal is no fault: there is nothing to copy.
+            return Outcome.OK if made is Reservation.REFUSED else Outcome.FULL
         self._last_copy_id += 1
         command = Gather(
             copy_id=self._last_copy_id,

@@ -139,7 +139,6 @@ class Lookups(CorePart):
         """Pin the run, and queue what it lacks."""
         self._pins.pin(lookup.session_id, lookup.chunks)
         for chunk in lookup.chunks:
-            self._host.touch(chunk)
             if not chunk.loadable:
                 lookup.waits.add(chunk)
                 self.waiters.setdefault(chunk, {})[lookup] = None

@@ -23,7 +23,7 @@ class WritePolicy(enum.StrEnum):
     THROUGH = "through"
     """As soon as all of its segments are in host memory; restored ones when nothing is queued."""
     ON_REUSE = "on_reuse"
-    """When it is looked up, leased or computed again: most prompts are never used again."""
+    """When a second request uses it: most prompts are never used again."""
     ON_EVICT = "on_evict"
     """While it is among the next to be evicted."""
 

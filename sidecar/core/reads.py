@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Iterator
 from sidecar.core.breaker import Breaker, BreakerState
 from sidecar.core.commands import Read, ReadDone, Resume, StoreOutcome
 from sidecar.core.directory import Cause, Chunk, HostSegment, Realm, SegmentState
+from sidecar.core.host_tier import Reservation
 from sidecar.core.outbox import CorePart, CoreParts
 from sidecar.core.planner import UNKNOWN, Planner, ReadPlan, ReadStart
 from sidecar.core.store_view import StoreView
@@ -169,7 +170,7 @@ class Reads(CorePart):
             sources = realm.segment_sources.sources(realm.stored.mask(chunk.key), segment.rank)
             if not sources:
                 yield chunk, Outcome.MISSING
-            elif not self._host.reserve(segment, Cause.READ):
+            elif self._host.reserve(segment, Cause.READ) is not Reservation.MADE:
                 yield chunk, Outcome.FULL
             else:
                 self._start(segment, sources, now)

@@ -32,8 +32,8 @@ class SlotAllocator(Protocol):
     def unseal(self, offset: int) -> None:
         """Mark a slot as not to return, though it is not free yet."""
 
-    def touch(self, offset: int) -> None:
-        """Note the use of a sealed slot."""
+    def touch(self, offset: int, uses: int) -> None:
+        """Note the use of a sealed slot, which now had `uses` of them, up to 15."""
 
     def free(self, offset: int) -> None:
         """Free a slot."""

@@ -1,7 +1,7 @@
 """Retention of chunks: until when they are kept, and whether they may go to the object store.
 
-Owns the rule, its encoding in the tag of a slot (the tag returns with the slot after a restart),
-and the order of expiry. Does not own removal (`host_tier.py`) or writes (`writes.py`).
+Owns the rule, the tag of a slot (it returns with the slot after a restart), and the order of
+expiry. Does not own removal (`host_tier.py`) or writes (`writes.py`).
 
 Times are on the engine's clock, which starts with the machine. A pool is not taken over after a
 reboot, so the time in a tag is valid wherever it is read. Pure.
@@ -20,8 +20,11 @@ from sidecar.protocol import TENANT_BYTES
 T = TypeVar("T")
 
 _TAG: Final = struct.Struct(f"<{TENANT_BYTES}sQ")
-"""Tenant, then milliseconds (63 bits, 0 for never) and the flag `stays` in the lowest bit."""
-_MS_MAX: Final = (1 << 63) - 1
+"""Tenant, then from the lowest bit on: the flag `stays`, milliseconds (0 for never), and uses (4
+bits), which the pool counts."""
+_MS_BITS: Final = 59
+_MS_MAX: Final = (1 << _MS_BITS) - 1
+USES_MAX: Final = 15
 _NO_TENANT: Final = bytes(TENANT_BYTES)
 _STALE_MAX: Final = 1024
 
@@ -59,12 +62,12 @@ def slot_tag(tenant: bytes, retention: Retention) -> bytes:
     return _TAG.pack(tenant or _NO_TENANT, ms << 1 | retention.stays)
 
 
-def read_tag(tag: bytes) -> tuple[bytes, Retention]:
-    """Tenant and retention of a slot with this tag."""
+def read_tag(tag: bytes) -> tuple[bytes, Retention, int]:
+    """Tenant, retention and uses of a slot with this tag."""
     tenant, word = _TAG.unpack(tag)
-    ms = word >> 1
+    ms = word >> 1 & _MS_MAX
     retention = Retention(ms / 1000 if ms else math.inf, stays=bool(word & 1))
-    return (b"" if tenant == _NO_TENANT else tenant), retention
+    return (b"" if tenant == _NO_TENANT else tenant), retention, word >> 1 + _MS_BITS
 
 
 class Expiries(Generic[T]):

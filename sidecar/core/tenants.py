@@ -9,7 +9,7 @@ there are never more accounts than slots and names; metrics have a fixed number 
 tenants, `unsalted`, and `other`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -77,7 +77,7 @@ class Account:
     tenant: bytes
     quota: Quota
     order: Policy | None
-    """Its own order of eviction, if it has a limit."""
+    """Its own order of eviction, an LRU, if it has a limit."""
     host_bytes: int = 0
 
 
@@ -92,13 +92,10 @@ class TenantSnapshot:
 
 
 class Tenants:
-    """All accounts. `new_order` creates the policy of a tenant with a limit."""
+    """All accounts."""
 
-    def __init__(
-        self, rules: TenantRules | None = None, new_order: Callable[[], Policy] = LruPolicy
-    ) -> None:
+    def __init__(self, rules: TenantRules | None = None) -> None:
         self._rules = TenantRules() if rules is None else rules
-        self._new_order = new_order
         self._labels = {tenant: TenantCounters() for tenant in self.names}
         self._others = TenantCounters()
         self._accounts: dict[bytes, Account] = {}
@@ -120,7 +117,7 @@ class Tenants:
         account = self._accounts.get(tenant)
         if account is None:
             quota = self.quota(tenant)
-            order = None if quota.host_bytes_max is None else self._new_order()
+            order = None if quota.host_bytes_max is None else LruPolicy()
             account = self._accounts[tenant] = Account(tenant, quota, order)
         return account
 

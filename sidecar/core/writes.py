@@ -94,6 +94,9 @@ class Writes(CorePart):
             self._enqueue(chunk)
         elif self._policy is WritePolicy.ON_EVICT:
             self._filled_bytes += chunk.realm.chunk_bytes
+        elif self._policy is WritePolicy.ON_REUSE and chunk.uses:
+            # A second request used it while it was stored.
+            self._enqueue(chunk)
 
     def restored(self, chunk: Chunk) -> None:
         """A chunk is complete again after a restart; the store may have it."""
@@ -125,7 +128,7 @@ class Writes(CorePart):
         if flush and self._policy is WritePolicy.ON_EVICT:
             # Nothing is dropped for the size of the queue; only time limits a drain.
             self._queue_bytes_max = sys.maxsize
-            for chunk in self._host.victims():
+            for chunk in self._host.orders.victims():
                 self._enqueue(chunk)
 
     def _write_ahead(self) -> None:
@@ -137,13 +140,15 @@ class Writes(CorePart):
         if self._filled_bytes * AHEAD_STEPS < ahead_bytes:
             return
         self._filled_bytes = 0
-        self._write_coldest(self._host.victims(), ahead_bytes - self._host.slots.free_bytes())
+        self._write_coldest(
+            self._host.orders.victims(), ahead_bytes - self._host.slots.free_bytes()
+        )
         for account in self._tenants:
             # A tenant at its limit evicts its own chunks, which may be young among all.
             limit = account.quota.host_bytes_max
             if limit is not None and account.order is not None:
                 num_bytes = int(limit * AHEAD_SHARE) - limit + account.host_bytes
-                self._write_coldest(self._host.victims(account.order), num_bytes)
+                self._write_coldest(self._host.orders.victims(account.order), num_bytes)
 
     def _write_coldest(self, coldest: Iterator[Chunk], num_bytes: int) -> None:
         """Have this many bytes from the cold end on written."""

@@ -160,7 +160,7 @@ def _images(
     for row, names in zip(rows.tolist(), found, strict=True):
         if names is None:
             continue
-        tenant, retention = read_tag(slots.tags[row].tobytes())
+        tenant, retention, uses = read_tag(slots.tags[row].tobytes())
         image = RestoredSlot(
             slot=int(slots.offsets[row]),
             namespace=template.namespace_digest,
@@ -172,6 +172,7 @@ def _images(
             sealed=int(slots.sealed[row]),
             used=int(slots.used[row]),
             retention=retention,
+            uses=uses,
         )
         images.append(image)
     return images

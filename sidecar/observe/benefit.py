@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 from sidecar.protocol.prompts import LOADED, PromptOutcome
+from tiers.sizes import approximate_size
 
 if TYPE_CHECKING:
     # Commands need the words, not the sidecar.
@@ -79,6 +80,17 @@ def sentences(
             "small"
         )
     return [*lines, _saved(seconds, settings)]
+
+
+def what_if(ratios: Mapping[str, float], size_bytes: int) -> str:
+    """What host memory of another size would bring; empty if it is not known yet."""
+    if not ratios:
+        return ""
+    found = [
+        f"{100 * ratio:.0f}% in {approximate_size(size_bytes * float(factor[:-1]))}"
+        for factor, ratio in ratios.items()
+    ]
+    return f"chunks of prompts that an LRU would find: {', '.join(found)} of host memory"
 
 
 def _saved(seconds: "Seconds", settings: "GpuSettings") -> str:

@@ -69,6 +69,7 @@ class Documents:
         self.matches = PromptMatches(dispatcher, self.host)
         self.prompts = PromptDocuments(dispatcher)
         self.times = dispatcher.copies.times
+        self.uses = dispatcher.uses
 
 
 class _Connection(asyncio.Protocol):
@@ -311,13 +312,34 @@ async def _match(documents: Documents, request: web.Request) -> web.Response:
 
 
 async def _transfers(documents: Documents, request: web.Request) -> web.Response:
+    after, recent = _after(request), documents.times.recent
+    found = [one._asdict() for one in recent if one.number > after]
+    last = recent[-1].number if recent else 0
+    return _json({"transfers": found, "last": last, "now": time.time()}, indent=None)
+
+
+async def _uses(documents: Documents, request: web.Request) -> web.Response:
+    after, uses = _after(request), documents.uses
+    found = [
+        {
+            "number": one.number,
+            "at": round(one.at, 3),
+            "model": one.model,
+            "tokens": one.num_tokens,
+            "tokens_per_key": one.tokens_per_key,
+            "keys": one.keys,
+        }
+        for one in uses.last
+        if one.number > after
+    ]
+    return _json({"uses": found, "last": uses.number}, indent=None)
+
+
+def _after(request: web.Request) -> int:
     after = request.query.get("after", "0")
     if not re.fullmatch(r"[0-9]{1,18}", after):
         raise QueryError(f"after={after[:64]!r}: the `last` of an earlier answer, such as 0")
-    recent = documents.times.recent
-    found = [one._asdict() for one in recent if one.number > int(after)]
-    last = recent[-1].number if recent else 0
-    return _json({"transfers": found, "last": last, "now": time.time()}, indent=None)
+    return int(after)
 
 
 async def _history(documents: Documents, _: web.Request) -> web.Response:
@@ -330,6 +352,7 @@ _GUARDED: Final = {
     "/prompts": _prompts,
     "/history": _history,
     "/transfers": _transfers,
+    "/uses": _uses,
     "/host": _host_usage,
     "/host/chunks": _host_chunks,
     "/match": _match,

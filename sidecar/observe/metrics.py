@@ -64,6 +64,8 @@ GAUGES: Final = {
     "tenant_store_bytes_max{tenant}": "Limit of them in one namespace, 0: none",
     "tenant_store_objects_max{tenant}": "Limit of objects in one namespace, 0: none",
     "tenant_store_ttl_seconds{tenant}": "Age at which objects of a tenant are deleted, 0: never",
+    "expected_hit_ratio{memory}": "Part of the chunks of prompts that an LRU would find in host "
+    "memory of another size, by multiple of this one; estimated from the last prompts",
     "host_bytes{kind}": "Host memory: all, in used slots, in slabs, restored and not used yet",
     "host_slots{slot_bytes,state}": "Slots by size and state",
     "index_bytes": "Shared memory of all indexes",
@@ -96,6 +98,7 @@ COUNTERS: Final = {
     "bytes_read": "Bytes of objects read from the object store and found intact",
     "stores_duplicate": "Parts stored by an engine that host memory had, or was receiving",
     "stores_dropped_full": "Parts not stored because no slot could be freed",
+    "stores_refused": "Parts not stored because the policy keeps what would have to go",
     "stores_dropped_quota": "Parts not stored because their tenant was at its limit",
     "stores_dropped_share": "Parts not stored because a queue was full (see refused_total)",
     "stores_dropped_draining": "Parts not stored because the sidecar was stopping",
@@ -350,6 +353,10 @@ def _host(dispatcher: Dispatcher) -> Values:
             "used": stats.used_bytes,
             "slabs": stats.slab_bytes,
             "unclaimed": dispatcher.engine.host.restored_slots.num_bytes,
+        },
+        "expected_hit_ratio": {
+            f"{factor:g}x": ratio
+            for factor, ratio in dispatcher.engine.host.expected_hit_ratios().items()
         },
         "host_slots": {(str(one.slot_bytes), "used"): one.slots_used for one in stats.classes}
         | {(str(one.slot_bytes), "free"): one.slots_free for one in stats.classes},

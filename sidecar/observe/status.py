@@ -190,6 +190,10 @@ def _host_tier(dispatcher: Dispatcher) -> Document:
         "unclaimed_bytes": engine.host.restored_slots.num_bytes,
         "slots_unclaimed": len(engine.host.restored_slots),
         "chunks": engine.directory.chunks_in_host,
+        "expected_hit_ratio": {
+            f"{factor:g}x": round(ratio, 4)
+            for factor, ratio in engine.host.expected_hit_ratios().items()
+        },
         "numa": pool.placement.describe(pool.memory),
         "classes": [dataclasses.asdict(one) for one in stats.classes],
     }

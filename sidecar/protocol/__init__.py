@@ -15,26 +15,7 @@ Two channels per client, one session:
 * ZMQ DEALER to ROUTER (`Attached.endpoint`): jobs and answers. The DEALER's routing id is
   `Attached.token`, so no message repeats who sent it. One frame, one message.
 
-The whole conversation::
-
-    worker                              sidecar                             scheduler
-      | Attach(layout, fds) ------------> |                                     |
-      | <----------- Attached(token, ...) |                                     |
-      |                                   | <---------------------- Attach()    |
-      |                                   | Attached(token, fd of index) -----> |
-      |                                   | <---- Lookup(keys in the store only)|
-      |                                   | LookupDone(ready) ----------------> |
-      |                                   | <------ Lease(keys) with the load   |
-      |                                   | <------ Release(lookup)             |
-      | Submit(fence, loads, stores) ---> |                                     |
-      | <---------------- Done(outcomes)  |                                     |
-      |                                   | <------ Release(lease) on abort     |
-      |                                   | <------ Pin(keys) at a request's end|   if it asked
-      |                                   | <------ Release(heard=n)            |   if asked for,
-      |                                   | Events(stored, removed) ----------> |   64 more at most
-      | (EOF) --------------------------> |  leases and jobs of the session end |
-      | any refused frame: <------- Error |                                     |
-      | instead of Attach: Declined ----> |  listed in the status until EOF     |
+`docs/reference/protocol.md` has the conversation as a picture.
 
 Invariants: every message carries the sidecar's `epoch`, and one with another epoch is refused and
 counted; every job of a `Submit` gets exactly one outcome in a `Done`, unless the session ends
@@ -423,6 +404,20 @@ class Pin(WireStruct, tag="pin", omit_defaults=True, frozen=True):
     """The group of each key; left out where all are of group 0."""
 
 
+class Use(WireStruct, tag="use", omit_defaults=True, frozen=True):
+    """A request was scheduled whose prompt has the chunks `keys`, head first in each group.
+
+    Once for each request, cached or not, before what it computes is stored. Not answered.
+    """
+
+    epoch: int
+    keys: Keys
+    num_tokens: Annotated[int, msgspec.Meta(ge=0)]
+    """Tokens of the prompt that these chunks hold."""
+    groups: GroupIds = []
+    """The group of each key; left out where all are of group 0."""
+
+
 class Release(WireStruct, tag="release", omit_defaults=True, frozen=True):
     """Release leases and lookups. Unknown ids are ignored."""
 
@@ -474,7 +469,7 @@ class Error(WireStruct, tag="error", frozen=True):
     message: str
 
 
-ClientMessage = Submit | Lookup | Lease | Pin | Release | Prompts
+ClientMessage = Submit | Lookup | Lease | Pin | Use | Release | Prompts
 ServerMessage = Done | LookupDone | Events | Error
 
 TIERS_OWNER: Final = "kvlake/"

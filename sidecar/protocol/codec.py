@@ -34,6 +34,7 @@ from sidecar.protocol import (
     Role,
     ServerMessage,
     Submit,
+    Use,
 )
 from sidecar.protocol.prompts import Prompts
 
@@ -167,7 +168,8 @@ def _check_client(message: ClientMessage) -> None:
             name = prompt.request_id
             _require(name.isprintable(), "request_id", name[:64], "printable characters")
     else:
-        _check_tenant(message.tenant)
+        if not isinstance(message, Use):
+            _check_tenant(message.tenant)
         if not isinstance(message, Lease):
             count = len(message.groups)
             _require(count in (0, len(message.keys)), "groups", count, "one per key")

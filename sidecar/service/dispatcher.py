@@ -38,11 +38,12 @@ from sidecar.data.transfer_times import TransferTimes
 from sidecar.events.publisher import EventStream
 from sidecar.events.sockets import EventSockets
 from sidecar.logs import fields
-from sidecar.protocol import Error, IndexMoved, Lease, Lookup, Role, ServerMessage
+from sidecar.protocol import Error, IndexMoved, Lease, Lookup, Role, ServerMessage, Use
 from sidecar.protocol.codec import ProtocolError, encode
 from sidecar.protocol.prompts import Prompts
 from sidecar.service.prompts import PromptLog
 from sidecar.service.uncached import UncachedEngines
+from sidecar.service.uses import UseLog
 from sidecar.sessions.gpus import Gpus
 from sidecar.sessions.namespaces import RealmLayout, Realms
 from sidecar.sessions.session import Session, Sessions
@@ -99,6 +100,7 @@ class Dispatcher:
         self.pool = pool
         self.socket_stats = SocketStats()
         self.prompts = PromptLog(config.limits.prompts_kept)
+        self.uses = UseLog(config.limits.prompts_kept)
         self.started = time.time()
         self.lost_before = 0
         self.realms = Realms(config.limits.realms_max)
@@ -109,7 +111,7 @@ class Dispatcher:
             POLICIES[config.host.policy](),
             _engine_limits(config),
             epoch=epoch,
-            tenants=Tenants(config.tenants.rules(), POLICIES[config.host.policy]),
+            tenants=Tenants(config.tenants.rules()),
             admit_write=self._admits,
             room_to_write=self._has_room,
             notify=self._notify,
@@ -324,6 +326,8 @@ class Dispatcher:
         if isinstance(event.message, Prompts):
             self.prompts.add(session, event.message, self._gone_seconds)
             return
+        if isinstance(event.message, Use):
+            self.uses.add(session, event.message)
         self.feed(event)
         if isinstance(event.message, Lookup | Lease):
             self.deadlines.set()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from sidecar.protocol import Lease, Limits, Lookup, Submit, tenant_id
+from sidecar.protocol import Lease, Limits, Lookup, Submit, Use, tenant_id
 from sidecar.protocol.codec import encode
 from sidecar.protocol.prompts import Prompts
 from tests.connector.configurations import (
@@ -39,8 +39,8 @@ class TestHits:
         assert engine.computed["a"] >= len(PROMPT)
         assert total(taken, "requests_missed") == 1
         assert total(taken, "requests_hit") == 0
-        # A miss sends nothing: no lookup, no lease.
-        assert not [one for one in engine.client.sent if not isinstance(one, Prompts)]
+        # A miss asks for nothing: no lookup, no lease.
+        assert not [one for one in engine.client.sent if not isinstance(one, Prompts | Use)]
         engine.check_idle()
 
     def test_the_sidecar_gets_the_tenant_and_not_the_salt(self, engine: Engine) -> None:
@@ -135,7 +135,7 @@ class TestHits:
         engine.run(request_of("earlier", PROMPT, max_tokens=1))
         engine.client.sent.clear()
         engine.run(request_of("a", PROMPT, max_tokens=1))
-        assert not [one for one in engine.client.sent if not isinstance(one, Prompts)]
+        assert not [one for one in engine.client.sent if not isinstance(one, Prompts | Use)]
         assert engine.computed["a"] == len(PROMPT) - CACHED
 
     @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ class TestHits:
         assert answers == {CACHED}
         assert engine.role.matched_tokens(request, 96) == CACHED - 96
         assert engine.role.matched_tokens(request, 0) == CACHED
-        assert not [one for one in engine.client.sent if not isinstance(one, Prompts)]
+        assert not [one for one in engine.client.sent if not isinstance(one, Prompts | Use)]
 
     def test_no_more_loads_than_the_sidecar_takes(self, make: Callable[..., Engine]) -> None:
         engine = make()

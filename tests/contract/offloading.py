@@ -157,6 +157,7 @@ OFFLOADING: Final[dict[str, Used]] = {
             "on_new_request": "abstract (req_context)",
             "on_request_finished": "(req_context)",
             "on_schedule_end": "(context)",
+            "touch": "(keys, req_context)",
             "drain_jobs": "abstract ()",
             "shutdown": "()",
         },
@@ -164,7 +165,6 @@ OFFLOADING: Final[dict[str, Used]] = {
         left={
             "block_size_bytes": "the base class knows",
             "bp_detector": "the base class keeps it, and vLLM's manager asks it",
-            "touch": "no scheduler of vLLM's calls it, up to 0.33 (ADR 24)",
             "serve_external_requests": "who wants these chunks asks the sidecar, not this engine",
             "build_metric_definitions": _COUNTED,
             "get_stats": _COUNTED,

@@ -66,7 +66,7 @@ def figures(page: Page) -> dict[str, int]:
     """All numbers of the page that have a name."""
     shown = page.locator("[data-figure]").all()
     return {
-        str(one.get_attribute("data-figure")): int(one.inner_text().replace(",", ""))
+        str(one.get_attribute("data-figure")): int(one.inner_text().replace(",", "").rstrip("%"))
         for one in shown
     }
 
@@ -134,6 +134,10 @@ def _check(page: Page, status: dict[str, Any]) -> None:
     assert status["counters"]["chunks_evicted"] > 0, "the load is larger than host memory"
     assert shown["chunks_in_host"] == status["tiers"]["host"]["chunks"]
     assert shown["chunks_in_store"] == status["tiers"]["store"]["chunks"]
+    expected = status["tiers"]["host"]["expected_hit_ratio"]
+    assert list(expected) == ["0.5x", "1x", "2x", "4x"]
+    for factor, ratio in expected.items():
+        assert abs(shown[f"expected_hit_ratio.{factor}"] - 100 * ratio) <= 0.5
     assert page.locator(".sentence").all_inner_texts() == status["prompts"]["sentences"]
 
 

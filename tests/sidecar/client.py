@@ -53,6 +53,7 @@ from sidecar.protocol import (
     StoreChunk,
     StoreJob,
     Submit,
+    Use,
     codec,
 )
 from tests.offsets import offset_of
@@ -382,6 +383,10 @@ class Scheduler(Client):
         )
         assert isinstance(message, LookupDone)
         return message
+
+    def use(self, *keys: bytes, num_tokens: int = 0) -> None:
+        """Say that a request has these chunks in its prompt."""
+        self.send(Use(self.epoch, list(keys), num_tokens))
 
     def lease(self, lease_id: int, keys: Sequence[bytes], tenant: bytes = b"") -> None:
         """Pin chunks."""

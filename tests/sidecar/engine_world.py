@@ -38,6 +38,7 @@ from sidecar.protocol import (
     StoreChunk,
     StoreJob,
     Submit,
+    Use,
 )
 from tests.sidecar.catalog_rows import listed_rows
 from tests.sidecar.engine_answers import only
@@ -198,6 +199,11 @@ class World(Watched):
         message = Pin(EPOCH, keys, int(seconds * 1000), tenant, groups_of(numbers))
         return self.send(Received(session_id, message))
 
+    def use(self, session_id: int, numbers: Sequence[int], num_tokens: int = 0) -> list[Command]:
+        """A scheduler says which chunks the prompt of a request has."""
+        message = Use(EPOCH, [key(number) for number in numbers], num_tokens, groups_of(numbers))
+        return self.send(Received(session_id, message))
+
     def load(self, session_id: int, job_id: int, numbers: Sequence[int]) -> list[Command]:
         chunks = [LoadChunk(key(number), 0, [1, 2], group_of(number)) for number in numbers]
         return self.send(Received(session_id, Submit(EPOCH, job_id, [LoadJob(job_id, chunks)], [])))
@@ -290,7 +296,7 @@ class World(Watched):
         content = self.content[slot]
         content.adopted = content.verified = False
         sealed, used = self.slots.sealed[slot]
-        tenant, retention = read_tag(self.slots.tags.get(slot, bytes(16)))
+        tenant, retention, uses = read_tag(self.slots.tags.get(slot, bytes(16)))
         content.retention = retention
         return RestoredSlot(
             slot=slot,
@@ -303,6 +309,7 @@ class World(Watched):
             sealed=sealed,
             used=used,
             retention=retention,
+            uses=uses,
         )
 
     def drain(self) -> None:

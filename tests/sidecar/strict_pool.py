@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from tiers.policy.key import Left
+
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator
+    from collections.abc import Iterator, Sequence
+
+    from tiers.policy.key import CacheKey
 
 
 class SlabSlots:
@@ -56,8 +60,11 @@ class SlabSlots:
         assert offset in self.used
         self.sealed.pop(offset, None)
 
-    def touch(self, offset: int) -> None:
+    def touch(self, offset: int, uses: int) -> None:
         self.sealed[offset] = (self.sealed[offset][0], self._next())
+        assert 0 < uses < 16
+        tag = self.tags.get(offset, bytes(16))
+        self.tags[offset] = tag[:-1] + bytes([tag[-1] & 0x0F | uses << 4])
 
     def free(self, offset: int) -> None:
         self.sealed.pop(offset, None)
@@ -86,17 +93,31 @@ class StrictLRU:
     """An eviction order that refuses every misuse."""
 
     def __init__(self) -> None:
-        self.order: OrderedDict[Hashable, Hashable] = OrderedDict()
+        self.order: OrderedDict[CacheKey, CacheKey | None] = OrderedDict()
+        self.refused: set[CacheKey] = set()
+        """Not admitted."""
 
-    def add(self, key: Hashable, parent: Hashable) -> None:
+    def use(self, keys: Sequence[CacheKey], num_tokens: int) -> None:
+        assert num_tokens >= 0
+        for key in keys:
+            if key in self.order:
+                self.order.move_to_end(key)
+
+    def add(self, key: CacheKey, parent: CacheKey | None, uses: int = 0) -> None:
         assert key not in self.order
+        assert uses >= 0
         self.order[key] = parent
+        if key in self.refused:
+            self.order.move_to_end(key, last=False)
 
-    def touch(self, key: Hashable) -> None:
-        self.order.move_to_end(key)
-
-    def remove(self, key: Hashable) -> None:
+    def remove(self, key: CacheKey, why: Left = Left.EVICTED) -> None:
+        assert isinstance(why, Left)
         del self.order[key]
 
-    def victims(self) -> Iterator[Hashable]:
+    def admits(self, key: CacheKey, parent: CacheKey | None) -> bool:
+        assert key not in self.order
+        assert parent != key
+        return key not in self.refused
+
+    def victims(self) -> Iterator[CacheKey]:
         return iter(self.order)

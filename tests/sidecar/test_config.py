@@ -93,7 +93,7 @@ def test_an_unknown_setting_names_its_path_and_the_nearest_one(text: str, said: 
         ),
         ("store: {url: 's3://b', proxy: 'me:secret@proxy'}", "store.proxy: 'proxy' has no scheme"),
         ("host: {size: -1}", "-1 is not a size; it must be a whole number"),
-        ("host: {policy: lfu}", "host.policy='lfu': input should be 'lru' or 'fifo'"),
+        ("host: {policy: lfu}", "host.policy='lfu': input should be 'density', 'lru' or 'fifo'"),
         ("host: {directory: shm}", "'shm' is a relative path; write an absolute one such as /shm"),
         ("host: {prefault: 3}", "host.prefault=3"),
         ("host: {after_stop: burn}", "host.after_stop='burn': input should be 'keep' or 'remove'"),

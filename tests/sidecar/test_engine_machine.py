@@ -51,7 +51,7 @@ class EngineMachine(EngineModel):
         world_size=st.sampled_from([1, 2]),
         slabs=st.integers(1, 8),
         slab_slots=st.sampled_from([1, 2]),
-        policy=st.sampled_from(["lru", "fifo"]),
+        policy=st.sampled_from(sorted(POLICIES)),
         inflight=st.integers(1, 3),
         queue=st.integers(0, 3),
         quarantine=st.integers(0, 3),
@@ -90,7 +90,7 @@ class EngineMachine(EngineModel):
         limit = Quota(None if quota is None else quota * slot_bytes)
         rules = TenantRules(named={TENANT: ("named", limit)})
         self.new_policy = lambda: POLICIES[policy]()
-        self.new_tenants = lambda: Tenants(rules, self.new_policy)
+        self.new_tenants = lambda: Tenants(rules)
         self.world = make_world(
             tenants=self.new_tenants(),
             slabs=slabs,
@@ -252,6 +252,13 @@ class EngineMachine(EngineModel):
         known = [job_id for _, job_id in (*self.jobs, *self.leases)]
         lease_id = choose(known, job) if known and job is not None else self.next_id()
         self.take_lease(session_id, lease_id, chunks)
+
+    @precondition(lambda self: self.has_scheduler)
+    @rule(pick=PICK, chunks=CHUNKS, num_tokens=st.sampled_from([0, 100, 5000]))
+    def use(self, pick: int, chunks: list[int], num_tokens: int) -> None:
+        session_id = choose(self.sessions(Role.SCHEDULER), pick)
+        chunks = self.fitting(session_id, chunks)
+        self.absorb(self.world.use(session_id, chunks, num_tokens))
 
     @precondition(lambda self: self.has_scheduler)
     @rule(pick=PICK, chunks=CHUNKS, deadline_ms=st.sampled_from([0, 1500, 60_000]))

@@ -12,7 +12,6 @@ from sidecar.core.tenants import Quota, TenantRules, Tenants
 from sidecar.protocol import Outcome, Role
 from tests.sidecar.engine_names import RANK_0, key, layout
 from tests.sidecar.engine_world import World
-from tests.sidecar.strict_pool import StrictLRU
 from tests.sidecar.worlds import looking, make_world, no_writes
 
 pytestmark = pytest.mark.promise("prompt-tokens")
@@ -81,11 +80,11 @@ def test_a_chunk_whose_time_is_over() -> None:
 def test_a_chunk_of_a_tenant_at_its_limit() -> None:
     slot = layout(0).payload_bytes(2)
     rules = TenantRules(named={TENANT: ("named", Quota(host_bytes_max=slot))})
-    world = make_world(tenants=Tenants(rules, StrictLRU), gone_keys_max=8)
+    world = make_world(tenants=Tenants(rules), gone_keys_max=8)
     worker = world.open(Role.WORKER)
     world.stored(worker, 1, [1], tenant=TENANT)
     assert gone(world.store(worker, 2, [2], tenant=TENANT)) == {}, "the store has it"
-    world = no_writes(tenants=Tenants(rules, StrictLRU), gone_keys_max=8)
+    world = no_writes(tenants=Tenants(rules), gone_keys_max=8)
     worker = world.open(Role.WORKER)
     world.stored(worker, 1, [1], tenant=TENANT)
     assert gone(world.store(worker, 2, [2], tenant=TENANT)) == {key(1): Gone.QUOTA}

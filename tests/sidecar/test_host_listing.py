@@ -247,12 +247,12 @@ def test_host_memory_by_depth_and_age(short_directory: Path, kvlake: Command) ->
 
 def test_a_use_makes_a_chunk_young() -> None:
     world = no_writes(slabs=1, slab_slots=4)
-    worker = world.open(Role.WORKER)
+    worker, scheduler = world.open(Role.WORKER), world.open(Role.SCHEDULER)
     world.stored(worker, 1, [1])
     world.now += 100.0
     world.stored(worker, 2, [2])
     chunks = world.engine.directory.realms[0].chunks
     assert chunks[key(2)].used_at - chunks[key(1)].used_at == 100.0
     world.now += 50.0
-    world.load(worker, 3, [1])
+    world.use(scheduler, [1])
     assert chunks[key(1)].used_at - chunks[key(2)].used_at == 50.0

@@ -154,8 +154,9 @@ def test_order_of_eviction_survives(policy: str, order: list[int]) -> None:
     for number in (1, 2, 3, 4):
         # Chunks without cached parents: each is a chain of its own.
         world.stored(worker, number, [10 * number])
-    load(world, worker, 10, 11)
-    load(world, worker, 30, 12)
+    scheduler = world.open(Role.SCHEDULER)
+    world.use(scheduler, [10])
+    world.use(scheduler, [30])
     expected = [10 * number for number in order]
     for _ in range(3):
         assert numbers(list(world.policy.victims())) == expected
@@ -168,7 +169,8 @@ def test_order_of_eviction_survives(policy: str, order: list[int]) -> None:
 def test_tenants_come_back_and_keep_to_their_limits() -> None:
     world = no_writes()
     worker = world.open(Role.WORKER)
-    world.stored(worker, 1, [1, 2, 3], tenant=TENANT)
+    # Chunks of which none is before another.
+    world.stored(worker, 1, [10, 20, 30], tenant=TENANT)
     world.stored(worker, 2, [7])
     slot_bytes = slot_bytes_of(layout(0))
     world.restart(StrictLRU())
@@ -178,11 +180,11 @@ def test_tenants_come_back_and_keep_to_their_limits() -> None:
 
     # The operator lowered it: what was used longest ago goes.
     rules = TenantRules(named={TENANT: ("named", Quota(host_bytes_max=2 * slot_bytes))})
-    world.restart(StrictLRU(), Tenants(rules, StrictLRU))
+    world.restart(StrictLRU(), Tenants(rules))
     world.open(Role.WORKER)
-    assert world.in_host() == {(0, key(number)) for number in (2, 3, 7)}
+    assert world.in_host() == {(0, key(number)) for number in (20, 30, 7)}
     none = TenantRules(named={TENANT: ("named", Quota(host_bytes_max=slot_bytes - 1))})
-    world.restart(StrictLRU(), Tenants(none, StrictLRU))
+    world.restart(StrictLRU(), Tenants(none))
     world.open(Role.WORKER)
     assert world.in_host() == {(0, key(7))}
 
@@ -374,7 +376,8 @@ def test_what_was_withdrawn_is_verified_before_it_leaves_again() -> None:
     world.stored(worker, 1, [1, 2])
 
     def wanted(lookup_id: int) -> list[Write]:
-        return only(world.look_up(scheduler, lookup_id, [1, 2]), Write)
+        world.look_up(scheduler, lookup_id, [1, 2])
+        return only(world.use(scheduler, [1, 2]), Write)
 
     first, second = wanted(1)
     assert (first.verify, second.verify) == (False, False)
@@ -383,8 +386,8 @@ def test_what_was_withdrawn_is_verified_before_it_leaves_again() -> None:
     assert wanted(2) == []
     world.listed({1: RANK_0}, written_at=1 << 50, withdrawn=True)
     assert not verified(world, worker, 2, 2)
-    commands = world.load(worker, 3, [1])
-    [scatter], [again] = only(commands, Scatter), only(commands, Write)
+    [scatter] = only(world.load(worker, 3, [1]), Scatter)
+    [again] = only(world.use(scheduler, [1]), Write)
     assert (scatter.verify, again.verify) == (True, True)
     world.copied(scatter.copy_id)
     world.written(again.write_id)

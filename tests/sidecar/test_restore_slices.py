@@ -49,8 +49,9 @@ def test_order_of_eviction_survives_slices(policy: str, order: list[int], adopte
     worker = world.open(Role.WORKER)
     for number in (1, 2, 3, 4):
         world.stored(worker, number, [10 * number])
-    load(world, worker, 10, 11)
-    load(world, worker, 30, 12)
+    scheduler = world.open(Role.SCHEDULER)
+    world.use(scheduler, [10])
+    world.use(scheduler, [30])
     for _ in range(2):
         world.restart(POLICIES[policy]())
         worker = world.open(Role.WORKER)

@@ -40,14 +40,21 @@ def pass_time(world: World, seconds: float) -> list[Any]:
 def test_a_tag_says_what_was_put_in(tenant: bytes, expires_at: float, stays: bool) -> None:
     tag = slot_tag(tenant, Retention(expires_at, stays=stays))
     assert len(tag) == 16
-    found_tenant, found = read_tag(tag)
+    found_tenant, found, uses = read_tag(tag)
+    assert uses == 0
     assert (found_tenant, found.stays) == (tenant, stays)
     assert found.expires_at == expires_at or 0 <= expires_at - found.expires_at <= 0.001
 
 
 def test_a_tag_of_an_earlier_release_says_nothing() -> None:
-    assert read_tag(TENANT + bytes(8)) == (TENANT, Retention())
-    assert read_tag(bytes(16)) == (b"", Retention())
+    assert read_tag(TENANT + bytes(8)) == (TENANT, Retention(), 0)
+    assert read_tag(bytes(16)) == (b"", Retention(), 0)
+
+
+def test_the_last_bits_of_a_tag_are_its_uses() -> None:
+    tag = slot_tag(TENANT, Retention(1000.0, stays=True))
+    used = tag[:-1] + bytes([tag[-1] | 15 << 4])
+    assert read_tag(used) == (TENANT, Retention(1000.0, stays=True), 15)
 
 
 # --- being forgotten -----------------------------------------------------------------------------

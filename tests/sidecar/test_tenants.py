@@ -17,7 +17,6 @@ from tests.sidecar.client import RunningSidecar, Scheduler, Worker, config_in, k
 from tests.sidecar.engine_answers import messages, only
 from tests.sidecar.engine_names import RANK_0, key, layout
 from tests.sidecar.engine_world import World
-from tests.sidecar.strict_pool import StrictLRU
 from tests.sidecar.worlds import make_world
 
 SALT = "s3cret-of-team-a"
@@ -30,7 +29,7 @@ def world_of(**quotas: int | None) -> World:
     default = None if quotas.get("default") is None else SLOT * (quotas["default"] or 0)
     own = None if quotas.get("a") is None else SLOT * (quotas["a"] or 0)
     rules = TenantRules(Quota(default), {A: ("team-a", Quota(own if own is not None else default))})
-    return make_world(tenants=Tenants(rules, StrictLRU), write=WritePolicy.OFF)
+    return make_world(tenants=Tenants(rules), write=WritePolicy.OFF)
 
 
 def held(world: World, name: str) -> int:
@@ -68,9 +67,7 @@ class TestHostQuota:
         assert (0, key(1)) in world.in_host(), "a pinned chunk went"
 
     def test_a_limit_below_one_slot_stores_nothing(self) -> None:
-        world = make_world(
-            tenants=Tenants(TenantRules(Quota(SLOT - 1)), StrictLRU), write=WritePolicy.OFF
-        )
+        world = make_world(tenants=Tenants(TenantRules(Quota(SLOT - 1))), write=WritePolicy.OFF)
         worker = world.open(Role.WORKER)
         assert not only(world.store(worker, 1, [1], tenant=A), Gather)
         assert not list(world.engine.tenants), "an account was left for nothing"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sidecar.core.breaker import BreakerRules, BreakerState
-from sidecar.core.commands import Draining, Read, StoreOutcome, Tick, Write
+from sidecar.core.commands import Draining, Gather, Read, StoreOutcome, Tick, Write
 from sidecar.core.outbox import WritePolicy
 from sidecar.core.tenants import Quota, TenantRules, Tenants
 from sidecar.core.writes import WRITE_TRIES_MAX
@@ -13,7 +13,6 @@ from sidecar.protocol import Outcome, Role
 from tests.sidecar.engine_answers import answer, messages, only
 from tests.sidecar.engine_names import RANK_0, key, layout
 from tests.sidecar.engine_world import World
-from tests.sidecar.strict_pool import StrictLRU
 from tests.sidecar.worlds import looking, make_world
 
 SLOT_BYTES = layout(0).payload_bytes(2)
@@ -34,17 +33,31 @@ def finish(world: World) -> None:
 # --- on_reuse ----------------------------------------------------------------------------------
 
 
-def test_on_reuse_writes_what_is_looked_up_or_leased() -> None:
+def test_on_reuse_writes_what_a_second_request_uses() -> None:
     world, worker, scheduler = looking(write=WritePolicy.ON_REUSE)
+    world.use(scheduler, [1, 2, 3])
     world.stored(worker, 1, [1, 2, 3])
-    assert written(world) == []
-    world.look_up(scheduler, 1, [1])
+    world.look_up(scheduler, 1, [3])
+    world.lease(scheduler, 1, [3])
+    world.load(worker, 2, [3])
+    assert written(world) == [], "a lookup, a lease and a load are no requests"
+    world.use(scheduler, [1])
     assert written(world) == [key(1)]
-    world.lease(scheduler, 1, [1, 2])
+    world.use(scheduler, [1, 2])
     assert written(world) == [key(1), key(2)]
     finish(world)
-    world.lease(scheduler, 2, [1, 2])
+    world.use(scheduler, [1, 2])
     assert written(world) == [], "what the store has is not written again"
+
+
+def test_on_reuse_writes_what_a_second_request_uses_while_it_is_stored() -> None:
+    world, worker, scheduler = looking(write=WritePolicy.ON_REUSE)
+    world.use(scheduler, [1])
+    [gather] = only(world.store(worker, 1, [1]), Gather)
+    world.use(scheduler, [1])
+    assert written(world) == []
+    world.copied(gather.copy_id)
+    assert written(world) == [key(1)]
 
 
 @pytest.mark.promise("drain-no-writes")
@@ -52,18 +65,10 @@ def test_on_reuse_begins_no_write_while_draining() -> None:
     world, worker, scheduler = looking(write=WritePolicy.ON_REUSE)
     world.stored(worker, 1, [1, 2])
     world.send(Draining())
-    world.lease(scheduler, 1, [1])
-    world.load(worker, 2, [2])
+    world.use(scheduler, [1, 2])
     assert written(world) == []
     world.drain()
     assert world.engine.counters.writes_dropped == 0
-
-
-def test_on_reuse_writes_what_somebody_computed_again() -> None:
-    world, worker, _ = looking(write=WritePolicy.ON_REUSE)
-    world.stored(worker, 1, [1])
-    world.store(worker, 2, [1])
-    assert written(world) == [key(1)]
 
 
 # --- on_evict ----------------------------------------------------------------------------------
@@ -98,9 +103,7 @@ def test_on_evict_counts_what_was_evicted_unwritten() -> None:
 
 def test_on_evict_looks_after_a_tenant_at_its_limit() -> None:
     rules = TenantRules(named={TENANT: ("one", Quota(8 * SLOT_BYTES))})
-    world, worker, _ = looking(
-        slabs=64, tenants=Tenants(rules, StrictLRU), write=WritePolicy.ON_EVICT
-    )
+    world, worker, _ = looking(slabs=64, tenants=Tenants(rules), write=WritePolicy.ON_EVICT)
     for number in range(1, 9):
         world.stored(worker, number, [number], tenant=TENANT)
     assert written(world) != [], "its own cold end is written although the pool is empty"

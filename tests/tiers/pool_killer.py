@@ -69,6 +69,8 @@ def look(pool: HostPool) -> dict[int, int]:
     offsets: list[int] = found.offsets.tolist()
     for offset, slot_bytes, tag in zip(offsets, found.slot_bytes.tolist(), found.tags, strict=True):
         slot = pool.memory[offset : offset + slot_bytes].reshape(-1, 16)
+        # The last four bits count uses.
+        tag[-1] &= 0x0F
         assert (slot == tag).all(), f"the slot at {offset} is torn"
     promised = {place * PAGE for place in range(PAGES) if JOURNAL[place]}
     assert promised <= set(offsets), f"lost {promised - set(offsets)}"
@@ -92,9 +94,9 @@ def work(pool: HostPool, held: dict[int, int], rng: random.Random, steps: int) -
         if rng.random() < 0.1:
             pool.free(offset)
             continue
-        fill(pool, offset, pages, rng.getrandbits(64))
+        fill(pool, offset, pages, rng.getrandbits(60))
         held[offset] = pages
-        pool.touch(rng.choice(list(held)))
+        pool.touch(rng.choice(list(held)), rng.randrange(16))
 
 
 class LineKiller:

@@ -8,36 +8,55 @@ Invariants: `victims` names exactly the keys that were added and not removed, ea
 nothing.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+from tiers.policy.density import DensityPolicy
 from tiers.policy.fifo import FifoPolicy
+from tiers.policy.key import CacheKey, Left
 from tiers.policy.lru import LruPolicy
 
 
 class Policy(Protocol):
-    """An order of eviction over keys, any hashable values (the engine's are realm id and key).
+    """An order of eviction over chunks.
 
-    A key that is added twice, or touched or removed without being there, raises `KeyError`.
+    A key that is added twice, or removed without being there, raises `KeyError`.
     """
 
-    def add(self, key: Hashable, parent: Hashable | None) -> None:
-        """Add a key. `parent` precedes it in its chain, and need not be cached."""
+    def use(self, keys: Sequence[CacheKey], num_tokens: int) -> None:
+        """Note the prompt of one request: its chunks, head first, cached or not, and its tokens.
 
-    def touch(self, key: Hashable) -> None:
-        """Note that a key was used."""
+        It comes once for each request, before what it computes is added.
+        """
 
-    def remove(self, key: Hashable) -> None:
-        """Forget a key that left the cache."""
+    def add(self, key: CacheKey, parent: CacheKey | None, uses: int = 0) -> None:
+        """Add a key. `parent` precedes it in its chain, and need not be cached.
 
-    def victims(self) -> Iterator[Hashable]:
+        `uses`: what an earlier run counted, for a key that it had.
+        """
+
+    def remove(self, key: CacheKey, why: Left = Left.EVICTED) -> None:
+        """Remove a key that left the cache, or was pinned."""
+
+    def admits(self, key: CacheKey, parent: CacheKey | None) -> bool:
+        """Whether a key is worth more than the first victim. One that is not may still be added.
+
+        Asked when there is no room. Raises `KeyError` if the key is there already.
+        """
+        ...
+
+    def victims(self) -> Iterator[CacheKey]:
         """The keys in the order in which to evict them; the first costs no search.
 
-        The policy may be changed between two steps: removed keys are left out, added or touched
-        keys may be.
+        The policy may be changed between two steps: removed keys are left out, added or used keys
+        may be.
         """
         ...
 
 
-POLICIES: dict[str, Callable[[], Policy]] = {"lru": LruPolicy, "fifo": FifoPolicy}
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "density": DensityPolicy,
+    "lru": LruPolicy,
+    "fifo": FifoPolicy,
+}
 """Name in the configuration (`host.policy`) -> a policy."""

@@ -6,19 +6,18 @@ head of a chain comes first and goes first, and leaves the rest unreachable: `lr
 Invariant: a key keeps its place from `add` to `remove`. Every call is O(1).
 """
 
-from collections.abc import Hashable
+from collections.abc import Sequence
 
+from tiers.policy.key import CacheKey
 from tiers.policy.lru import LruPolicy
 
 
 class FifoPolicy(LruPolicy):
     """Evicts what came first: an LRU without chains, where a use is none."""
 
-    def add(self, key: Hashable, parent: Hashable | None) -> None:  # noqa: ARG002
+    def use(self, keys: Sequence[CacheKey], num_tokens: int = 0) -> None:
+        """Change nothing."""
+
+    def add(self, key: CacheKey, parent: CacheKey | None, uses: int = 0) -> None:  # noqa: ARG002
         """Put a key last. Raises `KeyError` if it is there already."""
         super().add(key, None)
-
-    def touch(self, key: Hashable) -> None:
-        """Change nothing. Raises `KeyError` if the key is not there."""
-        if key not in self._links:
-            raise KeyError(f"{key!r} was touched, but never added")

@@ -20,7 +20,9 @@ Rejected: ordering by each key's own touch, and searching for leaves when victim
 old end then fills with inner chunks of chains in use, which every call must skip.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator, Sequence
+
+from tiers.policy.key import CacheKey, Left
 
 
 class _Link:
@@ -28,7 +30,7 @@ class _Link:
 
     __slots__ = ("following", "inserted", "key", "moving", "parent", "place", "preceding")
 
-    def __init__(self, key: Hashable, parent: Hashable | None) -> None:
+    def __init__(self, key: CacheKey, parent: CacheKey | None) -> None:
         self.key = key
         self.parent = parent
         self.preceding: _Link = self
@@ -61,9 +63,9 @@ class LruPolicy:
     """Evicts the chain that was not used for the longest time, from its tail."""
 
     def __init__(self) -> None:
-        self._links: dict[Hashable, _Link] = {}
+        self._links: dict[CacheKey, _Link] = {}
         # Behind the last link: inserting before it appends.
-        self._end = _Link(None, None)
+        self._end = _Link((0, b""), None)
         self._insertions = 0
         self._cursors: list[_Cursor] = []
         # From the oldest cached ancestor of the key that was touched last down to that key.
@@ -72,29 +74,38 @@ class LruPolicy:
     def __len__(self) -> int:
         return len(self._links)
 
-    def add(self, key: Hashable, parent: Hashable | None) -> None:
+    def use(self, keys: Sequence[CacheKey], num_tokens: int = 0) -> None:  # noqa: ARG002
+        """Make the keys that are there, and their cached ancestors, the last."""
+        # The head is used last, also of a chain with gaps.
+        for key in reversed(keys):
+            if (link := self._links.get(key)) is not None:
+                self._refresh(link)
+
+    def add(self, key: CacheKey, parent: CacheKey | None, uses: int = 0) -> None:  # noqa: ARG002
         """Add a key as used now. Raises `KeyError` if it is there already."""
         if key in self._links:
             raise KeyError(f"{key!r} was added twice")
         link = self._links[key] = _Link(key, parent)
         self._refresh(link)
 
-    def touch(self, key: Hashable) -> None:
-        """Make a key and its cached ancestors the last. Raises `KeyError` if it is not there."""
-        self._refresh(self._links[key])
-
-    def remove(self, key: Hashable) -> None:
-        """Forget a key. Raises `KeyError` if it is not there."""
+    def remove(self, key: CacheKey, why: Left = Left.EVICTED) -> None:  # noqa: ARG002
+        """Remove a key. Raises `KeyError` if it is not there."""
         link = self._links.pop(key)
         if link.place >= 0:
             self._cut_path(link.place)
         self._unlink(link)
 
-    def victims(self) -> Iterator[Hashable]:
+    def admits(self, key: CacheKey, parent: CacheKey | None) -> bool:  # noqa: ARG002
+        """Always: the newest is worth most. Raises `KeyError` if the key is there already."""
+        if key in self._links:
+            raise KeyError(f"{key!r} is cached")
+        return True
+
+    def victims(self) -> Iterator[CacheKey]:
         """Keys from the least to the most recently used, children before their parents.
 
-        Without keys that are added or touched after the first step: those were just used. A caller
-        that touches what it skips would otherwise never reach the end.
+        Without keys that are added or used after the first step. A caller that uses what it skips
+        would otherwise never reach the end.
         """
         cursor = _Cursor(self._end.following)
         newest = self._insertions

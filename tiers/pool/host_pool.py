@@ -252,10 +252,10 @@ class HostPool:
         """Mark a slot that is not free yet as not to be recovered."""
         self._table.open_slot(self._slab_of(offset).record_of(offset))
 
-    def touch(self, offset: int) -> None:
-        """Note a use of a sealed slot."""
+    def touch(self, offset: int, uses: int = 0) -> None:
+        """Note a use of a sealed slot; the last four bits of its tag become `uses`."""
         self._sequence += 1
-        self._table.touch_slot(self._slab_of(offset).record_of(offset), self._sequence)
+        self._table.touch_slot(self._slab_of(offset).record_of(offset), self._sequence, uses)
 
     def free(self, offset: int) -> None:
         """Free a slot. Raises `PoolError` for one that is not allocated."""

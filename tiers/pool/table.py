@@ -175,9 +175,10 @@ class PoolTable:
         self._used[record] = sequence
         self._states[record] = sequence
 
-    def touch_slot(self, record: int, sequence: int) -> None:
-        """The slot was used."""
+    def touch_slot(self, record: int, sequence: int, uses: int) -> None:
+        """The slot was used; `uses` are the last four bits of its tag."""
         self._used[record] = sequence
+        self._tags[record, -1] = int(self._tags[record, -1]) & 0x0F | uses << 4
 
     def tag_slot(self, record: int, tag: bytes) -> None:
         """Tag a slot that is not sealed yet; `tag` has TAG_BYTES at most."""

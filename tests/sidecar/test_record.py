@@ -1,0 +1,125 @@
+"""`kvlake record`: the chunks of prompts, as a running sidecar keeps them."""
+
+from __future__ import annotations
+
+import io
+import json
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+from sidecar.cli import main
+from sidecar.cli.client import SidecarClient
+from sidecar.cli.console import NoAnswer
+from sidecar.cli.explain import Recording
+from sidecar.protocol import Use
+from sidecar.service import uses
+from sidecar.service.uses import NAME_BYTES, UseLog
+from sidecar.sessions.session import Session
+from tests.sidecar.client import RunningSidecar, Scheduler, config_in, key_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+REALMS = [
+    SimpleNamespace(model_name="org/m", block_tokens=16, blocks_per_chunk=4),
+    SimpleNamespace(model_name="org/m", block_tokens=16, blocks_per_chunk=1),
+]
+SESSION = cast("Session", SimpleNamespace(realms=REALMS))
+
+
+def use(count: int, tokens: int = 0, groups: list[int] | None = None) -> Use:
+    return Use(1, [key_of("use", n) for n in range(count)], tokens or 64 * count, groups or [])
+
+
+def test_the_last_prompts_are_kept() -> None:
+    log = UseLog(2)
+    for count in (1, 2, 3):
+        log.add(SESSION, use(count))
+    assert [(one.number, len(one.keys)) for one in log.last] == [(2, 2), (3, 3)]
+    (one,) = [one for one in log.last if one.number == 2]
+    assert (one.num_tokens, one.tokens_per_key, one.model) == (128, 64, "org/m")
+    assert one.keys == [key_of("use", n)[:NAME_BYTES].hex() for n in range(2)]
+
+
+def test_the_keys_of_all_prompts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uses, "KEYS_MAX", 10)
+    log = UseLog(1000)
+    for _ in range(20):
+        log.add(SESSION, use(4))
+        assert sum(len(one.keys) for one in log.last) <= 10
+    log.add(SESSION, use(50))
+    assert [len(one.keys) for one in log.last] == [50], "the newest stays whole"
+
+
+def test_of_several_groups_the_one_with_most_chunks_is_kept() -> None:
+    log = UseLog(2)
+    log.add(SESSION, use(5, tokens=1000, groups=[0, 0, 0, 1, 1]))
+    log.add(SESSION, use(5, tokens=48, groups=[0, 0, 1, 1, 1]))
+    assert [(len(one.keys), one.tokens_per_key, one.num_tokens) for one in log.last] == [
+        (3, 64, 192),
+        (3, 16, 48),
+    ]
+
+
+class DoubleClient:
+    """Answers as a sidecar would, without one."""
+
+    def __init__(self, *answers: dict[str, Any] | None) -> None:
+        self.answers = list(answers)
+        self.asked: list[str] = []
+
+    def get(self, path: str) -> dict[str, Any]:
+        self.asked.append(path)
+        answer = self.answers.pop(0)
+        if answer is None:
+            raise NoAnswer("gone")
+        return answer
+
+
+def answer(*numbers: int) -> dict[str, Any]:
+    one = {"at": 1.0, "model": "m", "tokens": 64, "tokens_per_key": 64, "keys": ["ab"]}
+    return {"uses": [{"number": n, **one} for n in numbers], "last": max(numbers, default=0)}
+
+
+def recording(*answers: dict[str, Any] | None) -> tuple[Recording, DoubleClient]:
+    client = DoubleClient(*answers)
+    return Recording(cast("SidecarClient", client)), client
+
+
+def test_what_came_too_fast_is_counted() -> None:
+    record, client = recording(answer(4, 5), answer(8, 9))
+    file = io.StringIO()
+    record.poll(file)
+    record.poll(file)
+    assert client.asked == ["/uses?after=0", "/uses?after=5"]
+    assert record.summary("f") == (
+        "4 prompts are in f, 2 came too fast to be recorded: raise limits.prompts_kept"
+    )
+
+
+def test_a_sidecar_that_was_restarted_counts_from_one_again() -> None:
+    record, client = recording(answer(7), {"uses": [], "last": 2}, answer(1, 2))
+    file = io.StringIO()
+    record.poll(file)
+    record.poll(file)
+    assert client.asked[-1] == "/uses?after=0"
+    assert record.summary("f") == "3 prompts are in f"
+
+
+def test_a_running_sidecar_is_recorded(
+    tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder: Path = tmp_path_factory.mktemp("s")
+    with RunningSidecar(config_in(folder)) as sidecar:
+        url = sidecar.info.http_url
+        with Scheduler(sidecar.path) as scheduler:
+            scheduler.use(key_of("a"), key_of("b"), num_tokens=100)
+            sidecar.wait_until(lambda now: now["sockets"]["frames_received"] >= 1)
+            trace = folder / "trace.jsonl"
+            assert main(["record", str(trace), "--seconds", "0.01", "--url", url]) == 0
+            (line,) = [json.loads(one) for one in trace.read_text().splitlines()]
+            assert line["keys"] == [key_of(one)[:NAME_BYTES].hex() for one in ("a", "b")]
+            assert main(["record", str(trace), "--seconds", "0.01", "--url", url]) == 2
+            assert "name a new file" in capsys.readouterr().err

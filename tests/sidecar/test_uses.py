@@ -1,0 +1,194 @@
+"""What a request's use of its chunks changes, and how a policy refuses new ones."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from sidecar.core.commands import Gather, Write
+from sidecar.core.outbox import WritePolicy
+from sidecar.core.retention import USES_MAX, read_tag
+from sidecar.core.tenants import Quota, TenantRules, Tenants
+from sidecar.protocol import Outcome, Role
+from tests.sidecar.engine_answers import done, messages, only
+from tests.sidecar.engine_names import GROUP_NUMBERS, key, layout, slot_bytes_of
+from tests.sidecar.strict_pool import StrictLRU
+from tests.sidecar.worlds import looking, make_world
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tests.sidecar.engine_world import World
+    from tiers.policy.key import CacheKey
+
+TENANT = b"a tenant"
+
+
+class RecordingLRU(StrictLRU):
+    """Remembers the uses that it hears of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[tuple[list[CacheKey], int]] = []
+
+    def use(self, keys: Sequence[CacheKey], num_tokens: int) -> None:
+        self.heard.append((list(keys), num_tokens))
+        super().use(keys, num_tokens)
+
+
+def made(**options: Any) -> tuple[World, int, int]:
+    given: dict[str, Any] = {"write": WritePolicy.OFF, **options}
+    world = make_world(policy=RecordingLRU(), **given)
+    return world, world.open(Role.WORKER), world.open(Role.SCHEDULER)
+
+
+def heard(world: World) -> list[tuple[list[CacheKey], int]]:
+    assert isinstance(world.policy, RecordingLRU)
+    return world.policy.heard
+
+
+def refuse(world: World, *numbers: int) -> None:
+    assert isinstance(world.policy, StrictLRU)
+    world.policy.refused.update((0, key(number)) for number in numbers)
+
+
+def tag_of(world: World, number: int) -> bytes:
+    chunk = world.engine.directory.realms[0].chunks[key(number)]
+    return world.slots.tags.get(chunk.segments[0].slot, bytes(16))
+
+
+# --- uses --------------------------------------------------------------------------------------
+
+
+def test_a_policy_hears_of_a_request_once_with_all_of_its_chunks() -> None:
+    world, worker, scheduler = made()
+    world.use(scheduler, [1, 2, 3], 24)
+    world.stored(worker, 1, [1, 2])
+    world.look_up(scheduler, 1, [1, 2])
+    world.lease(scheduler, 2, [1, 2])
+    world.load(worker, 2, [1, 2])
+    world.store(worker, 3, [1])
+    assert heard(world) == [([(0, key(number)) for number in (1, 2, 3)], 24)]
+
+
+def test_a_policy_hears_of_each_group_under_its_own_realm() -> None:
+    world = make_world(policy=RecordingLRU(), write=WritePolicy.OFF)
+    scheduler = world.open(Role.SCHEDULER, other_realms=(1,))
+    window = GROUP_NUMBERS + 1
+    world.use(scheduler, [1, window], 8)
+    assert heard(world) == [([(0, key(1)), (1, key(window))], 8)]
+
+
+def test_uses_are_counted_from_when_a_chunk_comes() -> None:
+    world, worker, scheduler = made()
+    world.use(scheduler, [1])
+    world.stored(worker, 1, [1])
+    assert read_tag(tag_of(world, 1))[2] == 0
+    for count in range(1, USES_MAX + 3):
+        world.use(scheduler, [1])
+        assert read_tag(tag_of(world, 1))[2] == min(count, USES_MAX)
+
+
+def test_uses_and_retention_survive_a_restart() -> None:
+    world, worker, scheduler = made()
+    world.stored(worker, 1, [1, 2], tenant=TENANT, ttl_seconds=100.0)
+    world.use(scheduler, [1])
+    world.use(scheduler, [1, 2])
+    expires_at = world.engine.directory.realms[0].chunks[key(1)].retention.expires_at
+    world.restart(RecordingLRU())
+    world.open(Role.WORKER)
+    chunks = world.engine.directory.realms[0].chunks
+    assert [chunks[key(number)].uses for number in (1, 2)] == [2, 1]
+    assert chunks[key(1)].tenant == TENANT
+    assert abs(chunks[key(1)].retention.expires_at - expires_at) < 0.01
+
+
+def test_a_tenant_with_a_limit_evicts_what_its_requests_used_longest_ago() -> None:
+    limit = Quota(host_bytes_max=2 * slot_bytes_of(layout(0)))
+    tenants = Tenants(TenantRules(named={TENANT: ("named", limit)}))
+    world, worker, scheduler = made(tenants=tenants)
+    world.stored(worker, 1, [10, 20], tenant=TENANT)
+    world.use(scheduler, [10])
+    world.stored(worker, 2, [30], tenant=TENANT)
+    assert world.in_host() == {(0, key(10)), (0, key(30))}
+
+
+def test_a_use_of_a_chunk_that_a_session_keeps_changes_no_order() -> None:
+    world, worker, scheduler = made()
+    world.stored(worker, 1, [1])
+    world.pin(scheduler, [1], 60.0)
+    world.use(scheduler, [1])
+    assert world.engine.directory.realms[0].chunks[key(1)].uses == 1
+
+
+# --- refusal -----------------------------------------------------------------------------------
+
+
+def full(write: WritePolicy, **options: Any) -> tuple[World, int, int]:
+    """Two slots that hold chunks 1 and 2, and 5 is refused."""
+    world, worker, scheduler = looking(slabs=2, slab_slots=1, write=write, **options)
+    world.stored(worker, 1, [1])
+    world.stored(worker, 2, [2])
+    for write_id in list(world.writes):
+        world.written(write_id)
+    refuse(world, 5)
+    return world, worker, scheduler
+
+
+@pytest.mark.parametrize("write", [WritePolicy.OFF, WritePolicy.ON_REUSE])
+def test_a_refused_chunk_is_not_copied(write: WritePolicy) -> None:
+    world, worker, _ = full(write)
+    commands = world.store(worker, 3, [5])
+    assert only(commands, Gather) == []
+    assert messages(commands, worker) == done(3, Outcome.OK)
+    assert world.engine.counters.stores_refused == 1
+    assert world.engine.counters.stores_dropped_full == 0
+    assert world.in_host() == {(0, key(1)), (0, key(2))}
+
+
+def test_a_refused_chunk_is_written_and_goes_first() -> None:
+    world, worker, _ = full(WritePolicy.THROUGH)
+    [gather] = only(world.store(worker, 3, [5]), Gather)
+    [write] = only(world.copied(gather.copy_id), Write)
+    assert write.key == key(5)
+    world.written(write.write_id)
+    assert world.in_host() == {(0, key(2)), (0, key(5))}
+    world.stored(worker, 4, [7])
+    assert world.in_host() == {(0, key(2)), (0, key(7))}
+    assert world.engine.counters.stores_refused == 0
+
+
+def test_a_refused_chunk_that_may_not_be_written_is_not_copied() -> None:
+    world, worker, _ = full(WritePolicy.THROUGH)
+    assert only(world.store(worker, 3, [5], stays=True), Gather) == []
+
+
+def test_while_there_is_room_nothing_is_refused() -> None:
+    world, worker, _ = looking(slabs=2, slab_slots=1, write=WritePolicy.OFF)
+    refuse(world, 5)
+    world.stored(worker, 1, [5])
+    assert world.in_host() == {(0, key(5))}
+
+
+def test_a_chunk_that_a_request_reads_is_not_refused() -> None:
+    world, _, scheduler = full(WritePolicy.OFF, store_reads=True)
+    world.listed({5: frozenset({0})})
+    world.look_up(scheduler, 1, [5], deadline_ms=60_000)
+    assert world.reads, "a read is not asked about"
+
+
+# --- the curve ---------------------------------------------------------------------------------
+
+
+def test_hits_of_other_sizes_are_expected_once_there_were_as_many_uses_as_fit() -> None:
+    world, worker, scheduler = made(slabs=4, slab_slots=1)
+    assert world.engine.host.expected_hit_ratios() == {}
+    world.use(scheduler, [10, 20])
+    world.stored(worker, 1, [10, 20])
+    assert world.engine.host.expected_hit_ratios() == {}
+    for _ in range(40):
+        world.use(scheduler, [10, 20])
+    ratios = world.engine.host.expected_hit_ratios()
+    assert list(ratios) == [0.5, 1.0, 2.0, 4.0]
+    assert ratios[4.0] > 0.9

@@ -1,0 +1,476 @@
+"""By density: the chunk goes first whose next use is least likely for the memory and time it takes.
+
+How likely that is, is learned from earlier uses, by two things that are known of each chunk: how
+many requests have used it before (none, one, more), and how many tokens of the last of them were
+new. The first says nearly everything: what a second request used is part of a conversation or of
+a shared beginning. For each such kind and each age the policy knows which part was used again and
+when. Its worth is the highest ratio of uses to the time of waiting for them, over all times after
+which to give up (the Gittins index). A chunk of one minute may be worth more than a fresh one:
+people read an answer before they go on.
+
+Ages are counted in uses of chunks, not in seconds: the policy needs no clock, and learns nothing
+from a pause.
+
+Invariants:
+
+* The victim is the one of least worth among the keys without cached children: of a chain, the tail
+  goes first, so that what stays is a prefix.
+* Each of those keys but the newest has a place in the queue of its kind. Places of keys that
+  changed since are dropped when they are met.
+* A pinned key keeps its kind. One that is evicted or refused is remembered, with its kind, until
+  enough others came after it: between half and all of `REMEMBERED_MIN`, or of `REMEMBERED_SPAN` for
+  each key that is cached, up to `REMEMBERED_MAX`.
+* Worth is learned from `LEARNED_MIN` uses on. Until then, and while an LRU of the sample has more
+  hits than this policy, the order is LRU.
+
+Rejected: an order of all keys, of which the head of a chain that no second request used goes first,
+and the rest of the chain is of no use then.
+"""
+
+import heapq
+import itertools
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import Final, TypeAlias
+
+from tiers.policy.key import CacheKey, Left
+from tiers.policy.reuse import AGES, KIND_BITS, KIND_MASK, KINDS, USES, ReuseSample, age_of
+
+NEW_TOKENS: Final = (1_000, 3_000, 8_000, 24_000)
+"""Where the kinds by new tokens of a request begin, except the first."""
+REFUSED: Final = KINDS
+"""The queue that goes before all others."""
+LEARNED_MIN: Final = 4_096
+REMEMBERED_SPAN: Final = 4
+"""Keys that are remembered, for each key that is cached."""
+REMEMBERED_MIN: Final = 32_768
+REMEMBERED_MAX: Final = 400_000
+ADMITS_RATIO: Final = 1.25
+"""A new chunk is refused if the first victim is worth more than this many times as much."""
+TRIED_EVERY: Final = 32
+"""One request of this many is admitted in any case, to learn of its kind."""
+PINNED_MAX: Final = 65_536
+QUEUE_MIN: Final = 1_024
+CHOSEN_FOR: Final = 8
+"""Victims at most that come from one queue before their worth is compared again."""
+
+_TRIED: Final = 1 << KIND_BITS
+_WAS_REFUSED: Final = _TRIED << 1
+_FLAG_BITS: Final = KIND_BITS + 2
+_REMOVED: Final = -1
+_USED_AGAIN: Final = [min(kind % USES + 1, USES - 1) for kind in range(KINDS)] + [1]
+"""By kind, how a chunk counts after one more use."""
+
+
+class _Entry:
+    """A cached key in its chain."""
+
+    __slots__ = ("children", "key", "kind", "last", "parent", "parent_key")
+
+    def __init__(
+        self,
+        key: CacheKey,
+        parent_key: CacheKey | None,
+        parent: "_Entry | None",
+        kind: int,
+        last: int,
+    ) -> None:
+        self.key = key
+        self.parent_key = parent_key if parent is None else parent.key
+        self.parent = parent
+        """Until that is removed."""
+        self.kind = kind
+        self.last = last
+        """When it was used last, or added."""
+        self.children = 0
+        """Cached keys that it precedes."""
+
+
+_Place: TypeAlias = tuple[int, int, _Entry]
+"""Last use of an entry, a number, and the entry."""
+_Queue: TypeAlias = list[_Place]
+
+
+class _Naming:
+    """A suspended iteration over victims: what it named, and what it must not name."""
+
+    def __init__(self, queues: list[_Queue]) -> None:
+        self.queues = [queue.copy() for queue in queues]
+        self.over = set[_Entry]()
+        """Named, or used or added since it began."""
+        self._unnamed: dict[_Entry, int] = {}
+        """Children of an entry that are to be named before it, once one was."""
+
+    def waits(self, entry: _Entry) -> bool:
+        """Whether children of an entry are to be named before it."""
+        return self._unnamed.get(entry, entry.children) > 0
+
+    def removed(self, entry: _Entry, above: _Entry | None, number: int) -> None:
+        """An entry was removed, and the one `above` counts as used when it was."""
+        if entry not in self.over:
+            self.leaves(entry, above, number)
+        elif above is not None and not self.waits(above):
+            heapq.heappush(self.queues[above.kind], (above.last, number, above))
+
+    def leaves(self, entry: _Entry, above: _Entry | None, number: int) -> None:
+        """An entry was named or removed, so that the next may be the one `above`."""
+        if entry in self.over:
+            return
+        self.over.add(entry)
+        if above is not None:
+            left = self._unnamed[above] = self._unnamed.get(above, above.children) - 1
+            if left <= 0:
+                heapq.heappush(self.queues[above.kind], (above.last, number, above))
+
+
+class DensityPolicy:
+    """Evicts what is least likely to be used soon, by the kind of its uses."""
+
+    def __init__(self) -> None:
+        self._entries: dict[CacheKey, _Entry] = {}
+        self._queues: list[_Queue] = [[] for _ in range(KINDS + 1)]
+        """Heaps of the entries without children, and of some that changed since."""
+        self._orphans: dict[CacheKey, int] = {}
+        """Cached children of a key that is not cached."""
+        self._numbers = itertools.count()
+        self._young: dict[int, int] = {}
+        """Hash of a key that is not cached to time of use, flags and kind."""
+        self._old: dict[int, int] = {}
+        self._young_max = REMEMBERED_MIN // 2
+        self._pinned: dict[CacheKey, int] = {}
+        """Kinds of keys that are pinned."""
+        self._sample = ReuseSample()
+        self._worth: list[list[float]] | None = None
+        self._learned = 0
+        self._now = 0
+        self._requests = 0
+        self._namings: list[_Naming] = []
+        self._newest: _Entry | None = None
+        """Added last, if it is in no queue yet: its child may follow."""
+        self._victim: _Entry | None = None
+        """The first one, until something changes."""
+        self._ranks: list[list[float]] | None = None
+        """Worth by kind and age; None: the order is LRU."""
+        self._chosen = REFUSED
+        """The queue of the next victims."""
+        self._chosen_left = 0
+        """Victims until it is chosen again."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    # --- uses ----------------------------------------------------------------------------------
+
+    def use(self, keys: Sequence[CacheKey], num_tokens: int) -> None:
+        """Note the prompt of one request, head first, with the tokens of these chunks."""
+        if not keys:
+            return
+        entries, sample, now = self._entries, self._sample, self._now
+        young, old, pinned, mask = self._young, self._old, self._pinned, sample.mask
+        cached = [entries.get(key) for key in keys]
+        names = [hash(key) for key, entry in zip(keys, cached, strict=True) if entry is None]
+        words = [young.get(name, -1) for name in names]
+        if pinned:
+            left = [key for key, entry in zip(keys, cached, strict=True) if entry is None]
+            words = [pinned.get(key, word) for key, word in zip(left, words, strict=True)]
+        if old:
+            words = [
+                old.pop(name, -1) if word < 0 else word
+                for name, word in zip(names, words, strict=True)
+            ]
+        new_tokens = num_tokens * words.count(-1) // len(keys)
+        base = USES * bisect_right(NEW_TOKENS, new_tokens)
+        self._requests += 1
+        flags = now << _FLAG_BITS | _TRIED * (self._requests % TRIED_EVERY == 0)
+        self._place_newest()
+        # The head is used last, so that the tail is older.
+        for key, entry in zip(reversed(keys), reversed(cached), strict=True):
+            now += 1
+            held = entry is not None
+            if entry is None:
+                word = words.pop()
+                kind = base if word < 0 else base + _USED_AGAIN[word & KIND_MASK]
+                name = names.pop()
+                if pinned and key in pinned:
+                    held, pinned[key] = True, kind
+                else:
+                    young[name] = flags | kind
+            else:
+                kind = base + _USED_AGAIN[entry.kind]
+                entry.kind, entry.last = kind, now
+                if not entry.children:
+                    self._push(entry)
+                for naming in self._namings:
+                    naming.over.add(entry)
+            if not key[1][0] & mask:
+                sample.use(key, kind, now, cached=held)
+        self._now = now
+        capacity = len(entries)
+        remembered_max = max(REMEMBERED_MIN, min(REMEMBERED_SPAN * capacity, REMEMBERED_MAX))
+        self._young_max = remembered_max // 2
+        if len(young) > self._young_max:
+            self._forget()
+        sample.trim(now, capacity)
+        if now - self._learned >= max(LEARNED_MIN, capacity // 2):
+            self._learned = now
+            self._worth = sample.worth(now)
+        self._ranks = None if sample.prefers_lru(now) else self._worth
+        self._chosen_left = 0
+        self._victim = None
+
+    def _forget(self) -> None:
+        """Forget the older half of the remembered keys, as the other half is full."""
+        self._old, self._young = self._young, {}
+
+    def _remember(self, key: CacheKey, word: int) -> None:
+        name = hash(key)
+        self._old.pop(name, None)
+        self._young[name] = word
+        if len(self._young) > self._young_max:
+            self._forget()
+
+    def _word(self, key: CacheKey) -> int | None:
+        """What is remembered of a key that is not cached."""
+        name = hash(key)
+        return self._young.get(name, self._old.get(name))
+
+    # --- entries -------------------------------------------------------------------------------
+
+    def add(self, key: CacheKey, parent: CacheKey | None, uses: int = 0) -> None:
+        """Add a key; its kind is that of its last use. Raises `KeyError` if it is there already."""
+        if key in self._entries:
+            raise KeyError(f"{key!r} was added twice")
+        if parent == key:
+            parent = None
+        above = None if parent is None else self._entries.get(parent)
+        name = hash(key)
+        word = self._young.pop(name, None)
+        if word is None:
+            word = self._old.pop(name, None)
+        word = self._pinned.pop(key, word)
+        if word is None:
+            # No request had it in its prompt: an answer's KV, as new as its prompt.
+            base = 0 if above is None or above.kind == REFUSED else above.kind // USES * USES
+            word = base + min(uses, USES - 1)
+        kind = REFUSED if word & _WAS_REFUSED else word & KIND_MASK
+        entry = self._entries[key] = _Entry(key, parent, above, kind, self._now)
+        if self._orphans:
+            entry.children = self._orphans.pop(key, 0)
+        if above is not None:
+            above.children += 1
+        elif parent is not None:
+            self._orphans[parent] = self._orphans.get(parent, 0) + 1
+        if self._newest is not above:
+            self._place_newest()
+        self._newest = entry
+        if kind == REFUSED:
+            self._place_newest()
+        for naming in self._namings:
+            naming.over.add(entry)
+        self._victim = None
+
+    def remove(self, key: CacheKey, why: Left = Left.EVICTED) -> None:
+        """Remove a key, and remember its kind. Raises `KeyError` if it is not there."""
+        entry = self._entries.pop(key)
+        if entry.children:
+            self._orphans[key] = entry.children
+        above = entry.parent
+        if above is None or above.kind == _REMOVED:
+            above = self._parent_of(entry)
+        if above is not None and entry.last > above.last:
+            # A use of what follows is one of this, too.
+            above.last = entry.last
+        for naming in self._namings:
+            naming.removed(entry, above, next(self._numbers))
+        if above is not None:
+            above.children -= 1
+            if not above.children:
+                self._push(above)
+        elif entry.parent_key is not None:
+            self._orphans[entry.parent_key] -= 1
+            if not self._orphans[entry.parent_key]:
+                del self._orphans[entry.parent_key]
+        kind = 0 if entry.kind == REFUSED else entry.kind
+        entry.kind, entry.parent = _REMOVED, None
+        self._chosen_left -= 1
+        self._victim = None
+        if entry is self._newest:
+            self._newest = None
+        if why is Left.PINNED:
+            self._pinned[key] = kind
+            if len(self._pinned) > PINNED_MAX:
+                # It may have left the cache while it was pinned.
+                del self._pinned[next(iter(self._pinned))]
+        elif why is not Left.GONE:
+            self._young[hash(key)] = self._now << _FLAG_BITS | kind
+            if len(self._young) > self._young_max:
+                self._forget()
+
+    def _parent_of(self, entry: _Entry) -> _Entry | None:
+        """The parent of an entry, if that is cached."""
+        parent, name = entry.parent, entry.parent_key
+        if name is None or (parent is not None and parent.kind != _REMOVED):
+            return parent
+        return self._entries.get(name)
+
+    def _place_newest(self) -> None:
+        """Put the entry that was added last into its queue."""
+        if self._newest is not None and not self._newest.children:
+            self._push(self._newest)
+        self._newest = None
+
+    def _push(self, entry: _Entry) -> None:
+        """Put an entry without children into its queue."""
+        queue = self._queues[entry.kind]
+        heapq.heappush(queue, (entry.last, next(self._numbers), entry))
+        if len(queue) > 2 * len(self._entries) + QUEUE_MIN:
+            queue[:] = [place for place in queue if _stands(place, entry.kind)]
+            heapq.heapify(queue)
+
+    # --- victims -------------------------------------------------------------------------------
+
+    def admits(self, key: CacheKey, parent: CacheKey | None) -> bool:
+        """Whether a key is worth more than the first victim, and its parent was not refused.
+
+        Raises `KeyError` if it is there already.
+        """
+        entries = self._entries
+        if key in entries:
+            raise KeyError(f"{key!r} is cached")
+        name = hash(key)
+        word = self._young.get(name)
+        if word is None:
+            word = self._old.get(name, self._now << _FLAG_BITS)
+        above = None if parent is None else entries.get(parent)
+        if above is not None:
+            follows = above.kind != REFUSED
+        else:
+            follows = parent is None or not (self._word(parent) or 0) & _WAS_REFUSED
+        if follows and not word & _WAS_REFUSED and self._beats_first(word):
+            return True
+        self._remember(key, word | _WAS_REFUSED)
+        return False
+
+    def _beats_first(self, word: int) -> bool:
+        """Whether what is remembered of a key makes it worth more than the first victim."""
+        oldest = self._victim or self._first()
+        if oldest is None or oldest.kind == REFUSED:
+            return True
+        if oldest.last > word >> _FLAG_BITS:
+            # The victim is of the same request, or of a later one.
+            return False
+        worth = self._ranks
+        if worth is None or word & _TRIED:
+            return True
+        value = worth[oldest.kind][age_of(self._now - oldest.last)]
+        return value <= ADMITS_RATIO * worth[word & KIND_MASK][0]
+
+    def victims(self) -> Iterator[CacheKey]:
+        """Keys from the least worth on, children before their parents.
+
+        Without keys that are added or used later, so that it ends.
+        """
+        first = self._victim or self._first()
+        if first is None:
+            return
+        yield first.key
+        # Only a caller that has no use for the first pays for what follows.
+        yield from self._others(first)
+
+    def _others(self, first: _Entry) -> Iterator[CacheKey]:
+        """All victims but the first."""
+        self._place_newest()
+        naming = _Naming(self._queues)
+        self._namings.append(naming)
+        try:
+            entry: _Entry | None = first
+            while entry is not None:
+                if entry.kind != _REMOVED:
+                    naming.leaves(entry, self._parent_of(entry), next(self._numbers))
+                if entry is not first:
+                    yield entry.key
+                entry = self._next(naming)
+            # Parents in a circle, which no chain of hashes has.
+            for entry in list(self._entries.values()):
+                if entry not in naming.over and entry.kind != _REMOVED:
+                    yield entry.key
+        finally:
+            self._namings.remove(naming)
+
+    def _first(self) -> _Entry | None:
+        """The first victim. Which queue has it, is compared now and then."""
+        victim = self._victim
+        if victim is not None or not self._entries:
+            return victim
+        if self._chosen_left > 0 and not self._queues[REFUSED]:
+            queue = self._queues[self._chosen]
+            _clean(queue, self._chosen)
+            if queue:
+                victim = self._victim = queue[0][2]
+                return victim
+        victim = self._oldest()
+        if victim is None:
+            # The newest has no place yet, or parents are in a circle, as no chain of hashes is.
+            return self._newest or next(iter(self._entries.values()))
+        self._chosen = victim.kind
+        self._chosen_left = CHOSEN_FOR if self._ranks is not None else 0
+        self._victim = victim
+        return victim
+
+    def _oldest(self) -> _Entry | None:
+        """The one of least worth among the first of each queue."""
+        now, worth, found, least = self._now + 1, self._ranks, None, 0.0
+        for kind, queue in enumerate(self._queues):
+            _clean(queue, kind)
+            if not queue:
+                continue
+            last, _, entry = queue[0]
+            if kind == REFUSED:
+                return entry
+            if worth is None:
+                value = float(last)
+            else:
+                # As `age_of`, which would take twice the time.
+                uses = now - last
+                octave = uses.bit_length() - 1
+                age = 2 * octave + (uses * uses >> 2 * octave + 1)
+                value = worth[kind][age if age < AGES else AGES - 1]
+            if found is None or value < least or (value == least and last < found.last):
+                found, least = entry, value
+        return found
+
+    def _next(self, naming: _Naming) -> _Entry | None:
+        """The same for an iteration that has named some."""
+        now, worth, found, least = self._now, self._ranks, None, 0.0
+        for kind, queue in enumerate(naming.queues):
+            while queue and not _stands(queue[0], kind, naming):
+                heapq.heappop(queue)
+            if not queue:
+                continue
+            last, _, entry = queue[0]
+            if kind == REFUSED:
+                return entry
+            value = float(last) if worth is None else worth[kind][age_of(now - last)]
+            if found is None or value < least or (value == least and last < found.last):
+                found, least = entry, value
+        return found
+
+
+def _stands(place: _Place, kind: int, naming: _Naming | None = None) -> bool:
+    """Whether an entry in the queue of this kind is to be named, after all of its children."""
+    last, _, entry = place
+    if entry.kind != kind or entry.last != last:
+        return False
+    if naming is None:
+        return not entry.children
+    return entry not in naming.over and not naming.waits(entry)
+
+
+def _clean(queue: _Queue, kind: int) -> None:
+    """Remove the first of a queue while they do not stand for their entries any more."""
+    while queue:
+        # As `_stands`, which would take twice the time.
+        last, _, entry = queue[0]
+        if entry.last == last and not entry.children and entry.kind == kind:
+            return
+        heapq.heappop(queue)
