@@ -10,6 +10,8 @@
 #   make metrics-page
 #                 writes docs/reference/all-metrics.md: all metrics
 #   make pictures writes docs/images: the page beside a working engine
+#   make record   writes docs/evidence/recorded-run.md: a run with a load, a kill and all commands
+#   make replay   replays TRACES, recorded prompts, against each policy of eviction
 #   make nightly  everything that make test leaves out, in stages that can be resumed
 #   make check    format, lint, types, import rules, and the fast tests
 #   make bench    the benchmarks
@@ -240,6 +242,15 @@ promises: setup
 .PHONY: pictures
 pictures: setup
 	@KVLAKE_SCREENSHOTS=docs/images $(BIN)/python -m pytest tests/e2e/test_page.py
+
+.PHONY: record
+record: setup
+	@$(BIN)/python -m tests.recorded_run
+
+# TRACES: files as Mooncake publishes them, or `kvlake record` writes them.
+.PHONY: replay
+replay: setup
+	@$(BIN)/python -m benchmarks.replay $(TRACES) $(REPLAY_ARGS)
 
 # All metrics: docs/reference/all-metrics.md, from the tables in the code.
 .PHONY: metrics-page
