@@ -2,18 +2,20 @@
 
 Does not own what the documents say (`sidecar/observe/`).
 
-Invariants: one request with a deadline; no proxy is used, because the sidecar is on this machine or
-beside it; a redirect does not get the token.
+Invariants: a request ends within its deadline, also if the answer comes byte by byte; no proxy is
+used, because the sidecar is on this machine or beside it; no redirect is followed.
 """
 
 import http.client
 import json
-import urllib.error
+import math
+import socket
+import time
 import urllib.parse
-import urllib.request
+from contextlib import closing
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from sidecar.cli.console import CommandError, Document, NoAnswer, Options, load_config
 from sidecar.config.secret_files import read_secret
@@ -53,6 +55,33 @@ def url_of(config: "Config") -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"
 
 
+class _DeadlineSocket(socket.socket):
+    """A socket that receives until a moment of the monotonic clock."""
+
+    deadline = math.inf
+
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
+        """As its base. Raises `TimeoutError` at the deadline."""
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        self.settimeout(left)
+        return super().recv_into(buffer, nbytes, flags)
+
+
+class _Connection(http.client.HTTPConnection):
+    """Its timeout is for the whole answer."""
+
+    def connect(self) -> None:
+        deadline = time.monotonic() + (self.timeout or math.inf)
+        super().connect()
+        assert self.sock is not None, "it is connected"
+        receiver = _DeadlineSocket(fileno=self.sock.detach())
+        receiver.settimeout(self.timeout)
+        receiver.deadline = deadline
+        self.sock = receiver
+
+
 @dataclass(frozen=True, slots=True)
 class SidecarClient:
     """The address of a sidecar, the longest wait, and its token."""
@@ -63,25 +92,25 @@ class SidecarClient:
 
     def get(self, path: str = "/status", body: Document | None = None) -> Document:
         """The document of a path; with a body, the answer to it. Raises `NoAnswer`."""
-        url = f"{self.url.rstrip('/').removesuffix('/status')}{path}"
-        target = url.partition("?")[0]
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(url, data)  # noqa: S310 (its callers give http alone)
-        request.add_header("Content-Type", "application/json")
+        url = urllib.parse.urlsplit(self.url.rstrip("/").removesuffix("/status"))
+        target = f"{url.geturl()}{path.partition('?')[0]}"
+        headers = {"Content-Type": "application/json"}
         if self.token:
-            request.add_unredirected_header("Authorization", f"Bearer {self.token}")
+            headers["Authorization"] = f"Bearer {self.token}"
+        data = None if body is None else json.dumps(body).encode()
         try:
-            with opener.open(request, timeout=self.timeout_seconds) as answer:
+            connection = _Connection(url.hostname or "", url.port, timeout=self.timeout_seconds)
+            with closing(connection):
+                method = "GET" if data is None else "POST"
+                connection.request(method, f"{url.path}{path}", data, headers)
+                answer = connection.getresponse()
+                if answer.status != HTTPStatus.OK:
+                    raise self._refusal(target, path, answer)
                 document: object = json.loads(answer.read(DOCUMENT_BYTES_MAX))
-        except urllib.error.HTTPError as error:
-            with error:
-                raise self._refusal(target, path, error) from error
         except OSError as error:
-            reason = error.reason if isinstance(error, urllib.error.URLError) else error
-            kind = SidecarNotReady if isinstance(reason, TimeoutError) else NoAnswer
+            kind = SidecarNotReady if isinstance(error, TimeoutError) else NoAnswer
             raise kind(
-                f"no answer from {target}: {reason}. Does the sidecar run, and are http.host and "
+                f"no answer from {target}: {error}. Does the sidecar run, and are http.host and "
                 "http.port those of its configuration? (--config or --url)"
             ) from error
         except http.client.HTTPException as error:
@@ -93,9 +122,9 @@ class SidecarClient:
             raise NoAnswer(f"{target} answered something else; {_STRANGER}")
         return cast("Document", document)
 
-    def _refusal(self, target: str, path: str, error: urllib.error.HTTPError) -> NoAnswer:
-        code = error.code
-        said = error.read(MESSAGE_BYTES_MAX) if code == HTTPStatus.BAD_REQUEST else b""
+    def _refusal(self, target: str, path: str, answer: http.client.HTTPResponse) -> NoAnswer:
+        code = answer.status
+        said = answer.read(MESSAGE_BYTES_MAX) if code == HTTPStatus.BAD_REQUEST else b""
         if text := said.decode(errors="replace").strip():
             return QueryRejected(printable(text, MESSAGE_BYTES_MAX))
         if code == HTTPStatus.UNAUTHORIZED:

@@ -2,54 +2,30 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import pty
 import re
-import select
 import socket
-import struct
-import subprocess
-import sys
-import termios
 import threading
-import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sidecar.cli import main
-from sidecar.cli.console import CommandError, Options
+from sidecar.cli.client import SidecarClient
+from sidecar.cli.console import CommandError, NoAnswer, Options
 from sidecar.cli.fleet import Fleet, Seen, _order, targets
 from sidecar.cli.top import View, _as_text
-from sidecar.protocol.prompts import PromptOutcome, PromptRecord, Prompts
-from tests.sidecar.client import WAIT_SECONDS_MAX, RunningSidecar, Scheduler, config_in
+from tests.sidecar.client import RunningSidecar
+from tests.sidecar.prompt_records import reporting_sidecar, standing_in
 
 pytestmark = pytest.mark.promise("prompt-tokens")
-
-RECORDS = [
-    PromptRecord(
-        "cmpl-1",
-        {PromptOutcome.HOST: 600, PromptOutcome.EVICTED: 200, PromptOutcome.TAIL: 10},
-        bytes(32),
-        600,
-        load_us=10_000,
-        saved_us=2_010_000,
-    ),
-    PromptRecord("cmpl-2", {PromptOutcome.LOCAL: 100, PromptOutcome.NEW: 100}),
-]
 
 
 @pytest.fixture
 def sidecar(short_directory: Path) -> Iterator[RunningSidecar]:
-    config = config_in(short_directory, gpu={"hour_price": 3600, "currency": "EUR"})
-    with RunningSidecar(config) as sidecar, Scheduler(sidecar.path) as scheduler:
-        scheduler.send(Prompts(scheduler.epoch, RECORDS))
-        sidecar.wait_until(lambda status: status["prompts"]["prompts"] == len(RECORDS))
+    with reporting_sidecar(short_directory) as sidecar:
         yield sidecar
 
 
@@ -175,7 +151,7 @@ class StandIns:
         old = json.dumps(status | {"version": "0.0.1"}).encode()
         unready = json.dumps(status | {"ready": False, "state": "starting"}).encode()
         self._hung = socket.create_server(("127.0.0.1", 0))
-        self._servers = [_serving(body) for body in [ill, old, unready, b"[]", *[well] * 45]]
+        self._servers = [standing_in(body) for body in [ill, old, unready, b"[]", *[well] * 45]]
         # The one that is accepted by the kernel only comes in the middle.
         ports = [server.server_address[1] for server in self._servers]
         self.broken = {f"127.0.0.1:{port}" for port in (*ports[:4], self._hung.getsockname()[1])}
@@ -187,22 +163,6 @@ class StandIns:
             server.shutdown()
             server.server_close()
         self._hung.close()
-
-
-def _serving(body: bytes) -> HTTPServer:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:  # (http.server's name)
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    return server
 
 
 def test_the_five_broken_ones_of_fifty_stand_on_top(
@@ -243,6 +203,68 @@ def test_targets_are_a_file_or_a_name(tmp_path: Path) -> None:
             targets(wrong)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("prompts", {}),
+        ("problems", None),
+        ("state", 7),
+        ("uptime_seconds", 1e999),
+        ("tiers", {"host": {}, "store": None}),
+    ],
+)
+def test_a_malformed_answer_is_one_line_of_many(
+    sidecar: RunningSidecar,
+    capsys: pytest.CaptureFixture[str],
+    field: str,
+    value: object,
+) -> None:
+    """It ended `top` and `fleet` as a bug."""
+    server = standing_in(json.dumps(sidecar.status() | {field: value}).encode())
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    try:
+        assert main(["top", "--once", "--url", url, "--url", sidecar.info.http_url]) == 0
+    finally:
+        server.shutdown()
+        server.server_close()
+    shown = [line for line in capsys.readouterr().out.splitlines() if "127.0.0.1" in line]
+    assert "no answer" in shown[0]
+    assert "70%" in shown[1]
+
+
+def test_an_answer_byte_by_byte_ends_at_the_deadline() -> None:
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+                while not ended.wait(0.02):
+                    connection.sendall(b" ")
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        client = SidecarClient(f"http://127.0.0.1:{server.getsockname()[1]}", timeout_seconds=0.3)
+        # Of 100,000 bytes at 50 a second, it would wait for the last.
+        with pytest.raises(NoAnswer, match="timed out"):
+            client.get()
+        ended.set()
+        thread.join()
+
+
+def test_what_was_computed_in_an_hour_without_a_loss_in_the_last_minute(
+    sidecar: RunningSidecar,
+) -> None:
+    status = sidecar.status()
+    last = status["prompts"]["last"]
+    last["1h"]["tokens"] = {"host": 100, "evicted": 900}
+    for name in ("10s", "1min"):
+        last[name]["tokens"] = {"host": 100}
+    assert re.search(r"computed +0% +0% +90%", _as_text([Seen("http://one", status)], View()))
+
+
 def test_what_others_say_is_text() -> None:
     """Rich takes what is in brackets for markup."""
     seen = [Seen("http://[fd00::1]:9400", None, "no answer [/b]"), Seen("http://b:1", None, "[x]")]
@@ -256,14 +278,14 @@ def test_targets_that_cannot_be_read_any_more(tmp_path: Path) -> None:
     file = tmp_path / "targets"
     file.write_text("127.0.0.1:9\n")
     options = Options(targets=str(file), url=None, config=None, timeout=0.2, token_file=None)
-    with Fleet(options) as fleet:
-        assert [one.url for one in fleet.ask()] == ["http://127.0.0.1:9"]
-        file.unlink()
-        lost, known = fleet.ask()
-        assert "cannot be read" in lost.problem
-        assert known.url == "http://127.0.0.1:9"
-    with Fleet(options) as fleet, pytest.raises(CommandError, match="cannot be read"):
-        fleet.ask()
+    fleet = Fleet(options)
+    assert [one.url for one in fleet.ask()] == ["http://127.0.0.1:9"]
+    file.unlink()
+    lost, known = fleet.ask()
+    assert "cannot be read" in lost.problem
+    assert known.url == "http://127.0.0.1:9"
+    with pytest.raises(CommandError, match="cannot be read"):
+        Fleet(options).ask()
 
 
 def test_without_a_terminal_it_asks_for_once(
@@ -275,77 +297,11 @@ def test_without_a_terminal_it_asks_for_once(
 
 def test_the_pages_of_a_picture(sidecar: RunningSidecar) -> None:
     seen = [Seen("http://one", sidecar.status())]
-    assert "what is in it?" in _as_text(seen, View(page="3"))
+    contents = sidecar.get("/host")
+    whole = [seen[0]._replace(contents=json.loads(contents))]
+    shown = _as_text(whole, View(page="3"))
+    assert "what is in it?" in shown
+    for title in ("last used within: ", "tokens before, below: ", "largest tenants: "):
+        assert title in shown
     assert "does it help?" not in _as_text(seen, View(page="2"))
     assert "paused" in _as_text(seen, View(paused=True))
-
-
-class Terminal:
-    """A terminal of 80 by 24 with a process in it."""
-
-    def __init__(self, *command: str) -> None:
-        self._master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-        self.before = termios.tcgetattr(slave)
-        self._slave = slave
-        environment = {**os.environ, "TERM": "xterm-256color"}
-        self.process = subprocess.Popen(
-            command, stdin=slave, stdout=slave, stderr=slave, env=environment
-        )
-        self._read = ""
-
-    def until(self, text: str) -> str:
-        """What was drawn until this text was, from the last time on."""
-        deadline = time.monotonic() + WAIT_SECONDS_MAX
-        while text not in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self._read):
-            assert time.monotonic() < deadline, self._read
-            if select.select([self._master], [], [], 0.1)[0]:
-                self._read += os.read(self._master, 65536).decode(errors="replace")
-        shown, self._read = self._read, ""
-        return shown
-
-    def press(self, key: str) -> None:
-        os.write(self._master, key.encode())
-
-    def hang_up(self) -> None:
-        os.close(self._slave)
-        os.close(self._master)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.hang_up()
-
-    @property
-    def settings(self) -> list[object]:
-        return termios.tcgetattr(self._slave)
-
-
-def test_keys_in_a_terminal(sidecar: RunningSidecar) -> None:
-    command = (sys.executable, "-P", "-m", "sidecar.cli", "top", "--url", sidecar.info.http_url)
-    terminal = Terminal(*command)
-    try:
-        terminal.until("does it help?")
-        terminal.press("3")
-        terminal.until("what is in it?")
-        terminal.press("p")
-        terminal.until("paused")
-        terminal.press("s")
-        terminal.until("s sort: hits")
-        terminal.press("q")
-        assert terminal.process.wait(WAIT_SECONDS_MAX) == 0
-        assert terminal.settings == terminal.before
-    finally:
-        terminal.close()
-
-
-def test_it_ends_with_its_terminal(sidecar: RunningSidecar) -> None:
-    command = (sys.executable, "-P", "-m", "sidecar.cli", "top", "--url", sidecar.info.http_url)
-    terminal = Terminal(*command)
-    try:
-        terminal.until("does it help?")
-        terminal.hang_up()
-        terminal.process.wait(WAIT_SECONDS_MAX)
-    finally:
-        terminal.process.kill()
-        terminal.process.wait()
