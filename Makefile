@@ -150,8 +150,8 @@ nightly: setup
 # them. Tests of what a release has not are skipped (tests/releases.py).
 RELEASE_TESTS = tests/contract tests/connector tests/tiers/test_layout.py tests/tiers/test_packing.py \
 	$(patsubst %,tests/sidecar/test_%.py,events engine_events run_command) $(patsubst %,tests/e2e/test_%.py, \
-	hits lifecycle events requests store tp2 hybrid native_hits native_lifecycle native_requests \
-	native_store)
+	hits lifecycle events requests store store_buckets tp2 hybrid native_hits native_lifecycle \
+	native_requests native_store)
 test-release: $(if $(RELEASE),setup)
 	@if [ -z "$(RELEASE)" ]; then
 	  echo "Which release of vLLM? Name one of docs/reference/support.md: make test-release RELEASE=0.31.0" >&2

@@ -1,4 +1,4 @@
-"""What the kernel says of this process's mappings.
+"""What the kernel says of this process's mappings and descriptors.
 
 Earlier tests of this process may have left mappings that Python collects at any time. Compare by
 inode where a count or a sum must be exact.
@@ -6,6 +6,7 @@ inode where a count or a sum must be exact.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -35,3 +36,8 @@ def flags_of(name: str, inode: int | None = None) -> list[list[str]]:
         elif "-" in line.split(" ", 1)[0]:
             inside = name in line and inode in (None, int(line.split()[4]))
     return found
+
+
+def open_fds() -> int:
+    """Descriptors that this process has open."""
+    return len(os.listdir("/proc/self/fd"))

@@ -33,7 +33,7 @@ from typing import IO, TYPE_CHECKING, Any, Final
 
 from sidecar.demo.processes import launch_sidecar
 from tests import places
-from tests.harness import engine as harness_engine
+from tests.harness import engine_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
@@ -164,8 +164,8 @@ class WarmProcess:
 def engine(
     argument: str, environment: Mapping[str, str], answers: int, log: IO[bytes]
 ) -> WarmProcess:
-    """An engine, in place of `launch` of its module."""
-    return _engine(harness_engine, [argument], environment, answers, log)
+    """An engine, in place of `launch` of the module `tests.harness.engine`."""
+    return _engine(engine_host, [argument], environment, answers, log)
 
 
 def demo_engine(

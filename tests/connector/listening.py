@@ -1,7 +1,7 @@
 """A sidecar's end of the wire with real sockets: the test says what is answered, and when.
 
 Owns the Unix listener with its connections, the ZMQ ROUTER and an index. Does not own what a client
-makes of the answers (`test_client.py`).
+makes of the answers (`test_client.py`, `test_client_jobs.py`).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
 from connector.offloading.keys import ChunkKeys
 from sidecar.protocol import TIERS_OWNER
 from tests.connector.configurations import BLOCK_TOKENS
-from tests.connector.test_offloading import CONFIG, Engine, engine_of, prompt
+from tests.connector.offloading_engine import CONFIG, Engine, engine_of, prompt
 from tests.harness.sidecars import SidecarProcess
 from tests.sidecar.subscriber import Subscriber
 

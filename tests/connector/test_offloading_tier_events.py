@@ -11,7 +11,7 @@ import pytest
 from vllm.v1.kv_offload.base import Medium, OffloadKey
 
 from sidecar.protocol import tiers_owner
-from tests.connector.test_offloading_tier import CHUNKS, CONFIG, ROW_BYTES, Node, node, words
+from tests.connector.offloading_node import CHUNKS, CONFIG, ROW_BYTES, Node, node, words
 from tests.harness.sidecars import SidecarProcess
 from tests.sidecar.subscriber import Subscriber
 

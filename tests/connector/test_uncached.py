@@ -19,8 +19,8 @@ from tests import places
 from tests.connector.configurations import kv_cache_config, request_of, spec_of, vllm_config
 from tests.connector.engine import Engine
 from tests.connector.listening import WAIT_SECONDS_MAX, Peer, Sidecar
+from tests.connector.offloading_engine import Engine as NativeEngine
 from tests.connector.prompts import counted, total
-from tests.connector.test_offloading import Engine as NativeEngine
 
 PROMPT = [number % 89 for number in range(300)]
 

@@ -18,9 +18,9 @@ from tests.connector.configurations import (
     write_model,
 )
 from tests.connector.engine import Engine
+from tests.connector.offloading_node import CONFIG, Node
 from tests.connector.prompts import FULL, PROMPT, TAIL_BLOCKS, chain_of, seen
 from tests.connector.test_groups import window
-from tests.connector.test_offloading_tier import CONFIG, Node
 from tests.harness.sidecars import SidecarProcess
 
 

@@ -1,4 +1,5 @@
-"""vLLM's own offloading: what a request or an engine may be given, as in `test_features.py`.
+"""vLLM's own offloading: what a request or an engine may be given, as in `test_features.py`, and
+layers that read a part of their past, as in `test_windows.py`.
 
 Its cases run here as they are, on engines with `OffloadingConnector`. Not that a prompt is pinned,
 which the connector alone can do. What the connector does not cache vLLM's host tier does, by
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e import test_features
+from tests.e2e import test_windows
 from tests.e2e.arms import (
     BLOCK_TOKENS,
     GENERATED_TOKENS,
@@ -122,14 +123,14 @@ class TestCachedByVllmsHashes:
         Oracle(engine, said).check_close(part(again, GENERATED_TOKENS))
 
 
-class TestWindowsAlone(test_features.TestWindowsAlone):
+class TestWindowsAlone(test_windows.TestWindowsAlone):
     @pytest.fixture(scope="class")
     @classmethod
     def engine(
         cls, folder: Path, tmp_path_factory: pytest.TempPathFactory
     ) -> Iterator[EngineProcess]:
         model = tmp_path_factory.mktemp("mistral")
-        test_features.write_mistral(model)
+        test_windows.write_mistral(model)
         with engine_of(model, folder, kind=NativeEngine, num_gpu_blocks_override=48) as engine:
             yield engine
 
@@ -138,14 +139,14 @@ class TestWindowsAlone(test_features.TestWindowsAlone):
         return self.blocks_read(tokens)
 
 
-class TestChunkedLocal(test_features.TestChunkedLocal):
+class TestChunkedLocal(test_windows.TestChunkedLocal):
     @pytest.fixture(scope="class")
     @classmethod
     def engine(
         cls, folder: Path, tmp_path_factory: pytest.TempPathFactory
     ) -> Iterator[EngineProcess]:
         model = tmp_path_factory.mktemp("llama4")
-        test_features.write_llama4(model)
+        test_windows.write_llama4(model)
         with engine_of(model, folder, kind=NativeEngine) as engine:
             yield engine
 

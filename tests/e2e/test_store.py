@@ -1,4 +1,4 @@
-"""Hits from an object store, and a store that lies, fails, hangs or is full.
+"""Hits from a folder, and a folder that lies or is full. Buckets are in `test_store_buckets.py`.
 
 One engine; sidecars with empty memory and other stores take turns on its sockets. A request
 always ends, and gives what the engine gives for as many cached tokens.
@@ -10,22 +10,18 @@ import contextlib
 import os
 import resource
 import shutil
-import signal
 import subprocess
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Final
 
 import pytest
-from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from tests.e2e.arms import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
     KV_BYTES_PER_TOKEN,
-    PATIENT,
     Call,
     Measured,
     Oracle,
-    attach,
     blocks_of,
     check_equal,
     check_told,
@@ -35,89 +31,25 @@ from tests.e2e.arms import (
     fresh_salt,
     idle,
     own_hit,
-    same_output,
     told,
     words,
 )
 from tests.e2e.chains import QUARANTINE, in_folder
-from tests.e2e.test_topology import announced, refreshed
-from tests.faulty_proxy import Fault, FaultyProxy, faulty_proxy
-from tests.harness.engine import EngineProcess, EngineSpec
-from tests.harness.servers import S3Server, s3_server
+from tests.e2e.store_cluster import _store, again, chunks_of, cluster, engine, listed
+from tests.harness.engine import EngineProcess
 from tests.harness.sidecars import SidecarProcess
 from tiers.kv.arrow_file import PAGE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Sequence
+    from collections.abc import Callable, Generator
     from pathlib import Path
+
+__all__ = ["engine"]
 
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.promise("connector", "suite-store"),
 ]
-
-ENGINE_ARGS: Final[dict[str, Any]] = {"num_gpu_blocks_override": 512, "max_model_len": 4096}
-
-
-@pytest.fixture(scope="module")
-def engine(folder: Path, model: str) -> Iterator[EngineProcess]:
-    socket = SidecarProcess(folder / "s", {}).socket
-    with EngineProcess(EngineSpec(model, socket, ENGINE_ARGS), folder / "engine.log") as engine:
-        yield engine.wait_ready()
-
-
-@contextlib.contextmanager
-def cluster(
-    folder: Path, engine: EngineProcess, store: dict[str, Any], limits: dict[str, str] | None = None
-) -> Generator[SidecarProcess]:
-    """An empty sidecar with this store, attached; at its end everything is written."""
-    config = {
-        "host": {"size": "128MiB"},
-        # The model computes sooner than a store is read: wait for it all the same.
-        "store": {"refresh_seconds": "200ms", "recompute": "never", **store},
-        "limits": PATIENT if limits is None else limits,
-    }
-    with SidecarProcess(folder / "s", config) as sidecar:
-        attach(engine, sidecar)
-        yield sidecar
-        empty(engine)
-        sidecar.wait("everything ended", idle)
-        assert sidecar.drain() == 0
-
-
-def listed(sidecar: SidecarProcess, chunks: int) -> None:
-    """Wait until the catalog was read whole, and has this many chunks.
-
-    The number alone would not do: the chunks of one of its files, or those that attaching left, may
-    be as many, before the file with the chunks that are meant is read.
-    """
-
-    def whole(status: dict[str, Any]) -> bool:
-        store = _store(status)
-        return bool(store["listings"] and store["chunks"] >= chunks)
-
-    sidecar.wait("the store is listed", whole)
-
-
-def _store(status: dict[str, Any]) -> dict[str, Any]:
-    store: dict[str, Any] = status["tiers"]["store"]
-    return store
-
-
-def again(engine: EngineProcess, call: Call, salt: str) -> Measured:
-    """The request on poisoned memory, under the salt of an earlier arm."""
-    empty(engine)
-    generation = engine.generate(call.prompt, max_tokens=call.max_tokens, cache_salt=salt)
-    return Measured(generation, blocks_of(engine), salt)
-
-
-def chunks_of(tokens: int, chunk: int = CHUNK_TOKENS) -> int:
-    """Objects of a prompt: its full chunks, and its last whole blocks."""
-    full, rest = divmod(tokens, chunk)
-    return full + (rest >= BLOCK_TOKENS)
-
-
-# --- a folder ------------------------------------------------------------------------------------
 
 
 @pytest.mark.promise("full-attention", "llama", "store-hit")
@@ -356,226 +288,3 @@ def _check_full(
     with cluster(folder, engine, {"url": f"file://{place}"}) as sidecar:
         listed(sidecar, chunks)
         assert again(engine, later, salt).generation.cached_tokens == 992
-
-
-# --- a bucket ------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[S3Server]:
-    with s3_server(folder) as server:
-        yield server
-
-
-def _bucket(server: S3Server, endpoint: str = "") -> dict[str, Any]:
-    return {"url": server.url, **server.settings_at(endpoint or server.endpoint)}
-
-
-def test_bucket_serves_another_cluster(
-    folder: Path, engine: EngineProcess, server: S3Server
-) -> None:
-    call = Call(words(3000, 6))
-    with cluster(folder, engine, _bucket(server)) as sidecar:
-        expected = own_hit(engine, call, before=[call])
-    chunks = chunks_of(3000, chunk_tokens(engine))
-    with cluster(folder, engine, _bucket(server)) as sidecar:
-        listed(sidecar, chunks)
-        check_equal(again(engine, call, expected.salt), expected)
-        assert counters(sidecar)["chunks_read"] == chunks
-
-
-def test_two_sidecars_on_one_bucket(
-    folder: Path, model: str, engine: EngineProcess, server: S3Server
-) -> None:
-    """What one cluster writes, the other one's next listing finds: both are running."""
-    call = Call(words(1000, 7))
-    config = {
-        "host": {"size": "64MiB"},
-        "store": {"refresh_seconds": "200ms", "recompute": "never", **_bucket(server)},
-        "limits": PATIENT,
-    }
-    with (
-        cluster(folder, engine, _bucket(server)) as here,
-        SidecarProcess(folder / "t", config) as other,
-    ):
-        spec = EngineSpec(model, other.socket, ENGINE_ARGS)
-        with type(engine)(spec, folder / "other-engine.log") as other_engine:
-            other_engine.wait_ready()
-            attach(other_engine, other)
-            expected = own_hit(engine, call, before=[call])
-            # Until every store was answered some may be on their way, and the sidecar idle.
-            empty(engine)
-            here.wait("everything is written", idle)
-            announced(here)
-            # Not this many chunks: what its own engine attached with counts, too.
-            refreshed(other)
-            check_equal(again(other_engine, call, expected.salt), expected)
-            assert counters(other)["chunks_read"] == chunks_of(1000, chunk_tokens(engine))
-
-
-TOKENS: Final = 700
-LIMITS: Final = {**PATIENT, "lookup_wait": "10s", "drain_seconds_max": "5s"}
-"""A store that stalls ends the wait; one that is well has time, though the machine may pause."""
-STORE_SECONDS_MAX: Final = "12s"
-
-FAULTS: Final = [
-    *(Fault.REFUSE, Fault.HANG_UP, Fault.STALL, Fault.STALL_BODY),
-    *(Fault.SLOW_DOWN, Fault.FORBIDDEN, Fault.TRUNCATE, Fault.WRONG_BYTES),
-]
-PASSING: Final = [Fault.SLOW_DOWN, Fault.HANG_UP]
-Prompt = tuple[Oracle, Measured]
-"""A prompt that the bucket holds, with what its hit must give."""
-
-
-def _prompts(request: pytest.FixtureRequest) -> int:
-    """How many the cases of the class use."""
-    assert request.cls is not None
-    skipped = () if request.config.getoption("--nightly") else request.cls.nightly
-    return 2 * (len(FAULTS) - len(skipped)) + len(PASSING) + 2
-
-
-@pytest.fixture(scope="class")
-def written(
-    request: pytest.FixtureRequest, folder: Path, engine: EngineProcess, server: S3Server
-) -> Iterator[Prompt]:
-    """Prompts that were written to the bucket, and that nobody has in memory; each to use once."""
-    calls = [Call(words(TOKENS, 100 + i)) for i in range(_prompts(request))]
-    with cluster(folder, engine, _bucket(server)):
-        prompts = [(Oracle(engine, call), own_hit(engine, call, before=[call])) for call in calls]
-    return iter(prompts)
-
-
-@pytest.fixture(scope="class")
-def portal() -> Iterator[BlockingPortal]:
-    with start_blocking_portal() as portal:
-        yield portal
-
-
-@pytest.fixture(scope="class")
-def proxy(portal: BlockingPortal, server: S3Server) -> Iterator[FaultyProxy]:
-    with portal.wrap_async_context_manager(faulty_proxy(server.endpoint)) as proxy:
-        yield proxy
-
-
-@pytest.fixture(scope="class")
-def sidecar(
-    request: pytest.FixtureRequest,
-    folder: Path,
-    engine: EngineProcess,
-    server: S3Server,
-    proxy: FaultyProxy,
-    written: Iterator[Prompt],
-) -> Iterator[SidecarProcess]:
-    """Reaches the bucket through the proxy only."""
-    store = {
-        **_bucket(server, proxy.endpoint),
-        "deadline_seconds_max": STORE_SECONDS_MAX,
-        "breaker": {"pause_max": "1s"},
-    }
-    with cluster(folder, engine, store, LIMITS) as sidecar:
-        chunks = chunks_of(TOKENS, chunk_tokens(engine))
-        listed(sidecar, chunks * _prompts(request))
-        yield sidecar
-
-
-def check_served(sidecar: SidecarProcess, engine: EngineProcess, prompt: Prompt) -> None:
-    """The store is well again, and what only it holds is a hit."""
-    sidecar.wait("the store is well", lambda status: _store(status)["state"] == "ok")
-    sidecar.wait("everything ended", idle)
-    oracle, expected = prompt
-
-    def reads_go_on(status: dict[str, Any]) -> bool:
-        if _store(status)["reads"] == "closed":
-            return True
-        # A prompt of many chunks, each of which failed, opens the breaker. It closes when a request
-        # tries the store after its pause; one that comes sooner is computed, and must not be kept.
-        empty(engine)
-        head = oracle.call.prompt[: CHUNK_TOKENS + 1]
-        params = {"kvlake": {"write": False}}
-        engine.generate(head, cache_salt=expected.salt, kv_transfer_params=params)
-        return False
-
-    sidecar.wait("reads go on", reads_go_on)
-    check_equal(again(engine, oracle.call, expected.salt), expected)
-
-
-@pytest.mark.promise("store-faults-engine")
-class TestUnreliableBucket:
-    """Every fault of the proxy. A request ends in time and is right, and the fault is forgotten."""
-
-    nightly: ClassVar[Sequence[Fault]] = [one for one in FAULTS if one is not Fault.WRONG_BYTES]
-    """Those that are tried with `--nightly` alone."""
-
-    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        if metafunc.function.__name__ == "test_fault":
-            faults = [
-                pytest.param(
-                    fault,
-                    id=fault.value.replace(" ", "-"),
-                    marks=[pytest.mark.nightly] if fault in self.nightly else [],
-                )
-                for fault in FAULTS
-            ]
-            metafunc.parametrize("fault", faults)
-
-    def test_fault(
-        self,
-        sidecar: SidecarProcess,
-        engine: EngineProcess,
-        portal: BlockingPortal,
-        proxy: FaultyProxy,
-        written: Iterator[Prompt],
-        fault: Fault,
-    ) -> None:
-        before = counters(sidecar)
-        portal.call(proxy.become, fault)
-        oracle, expected = next(written)
-        generation = again(engine, oracle.call, expected.salt).generation
-        assert generation.cached_tokens == 0
-        oracle.check(generation)
-        # What is new is computed and kept in host memory, whatever becomes of its writes.
-        new = Call(words(600, 900 + FAULTS.index(fault)))
-        fresh = own_hit(engine, new, before=[new])
-        check_equal(again(engine, new, fresh.salt), fresh)
-        sidecar.wait("it is told", lambda status: _store(status)["state"] == "unwell")
-        portal.call(proxy.become, Fault.PASS)
-        check_served(sidecar, engine, next(written))
-        after = counters(sidecar)
-        corrupt = after["reads_corrupt"] - before["reads_corrupt"]
-        assert bool(corrupt) == (fault is Fault.WRONG_BYTES)
-
-    @pytest.mark.parametrize("fault", PASSING)
-    def test_passing_fault_is_retried(
-        self,
-        sidecar: SidecarProcess,
-        engine: EngineProcess,
-        portal: BlockingPortal,
-        proxy: FaultyProxy,
-        written: Iterator[Prompt],
-        fault: Fault,
-    ) -> None:
-        """One refused request is not a miss."""
-        oracle, expected = next(written)
-        empty(engine)
-        portal.call(lambda: proxy.become(fault, times=1))
-        generation = engine.generate(oracle.call.prompt, cache_salt=expected.salt)
-        assert generation.cached_tokens == TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
-        assert same_output(generation, expected.generation)
-
-    def test_frozen_server(
-        self,
-        sidecar: SidecarProcess,
-        engine: EngineProcess,
-        server: S3Server,
-        written: Iterator[Prompt],
-    ) -> None:
-        """The server itself stops answering, and then goes on where it was."""
-        os.kill(server.pid, signal.SIGSTOP)
-        try:
-            oracle, expected = next(written)
-            generation = again(engine, oracle.call, expected.salt).generation
-            assert generation.cached_tokens == 0
-            oracle.check(generation)
-        finally:
-            os.kill(server.pid, signal.SIGCONT)
-        check_served(sidecar, engine, next(written))

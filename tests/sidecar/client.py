@@ -497,14 +497,3 @@ def config_in(directory: Path, **sections: dict[str, Any]) -> Config:
     for name, values in sections.items():
         given[name] = {**given.get(name, {}), **values}
     return Config.model_validate(given)
-
-
-def with_events(directory: Path, **sections: Any) -> Config:
-    """The same with the stream of KV events on."""
-    sections["events"] = {"enabled": True, **sections.get("events", {})}
-    return config_in(directory, **sections)
-
-
-def open_fds() -> int:
-    """Descriptors that this process has open."""
-    return len(os.listdir("/proc/self/fd"))

@@ -1,6 +1,7 @@
 """Real `kvlake` commands without the second that each would take to import its packages.
 
-One process imports them, and is forked for each command.
+One process imports them, and is forked for each command. `kvlake` carries a command out in the
+test's own process.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from sidecar import cli
 from tests import places
 
 SERVER = """
@@ -109,3 +111,9 @@ def tree(directory: Path) -> dict[str, tuple[int, ...]]:
         for path in [directory, *sorted(directory.rglob("*"))]
         for found in [path.lstat()]
     }
+
+
+def kvlake(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = cli.main(arguments)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err

@@ -17,13 +17,8 @@ from sidecar.config.model import ConfigError, loads
 from sidecar.errors import StartError
 from sidecar.protocol import Outcome
 from tests import places
-from tests.sidecar.client import (
-    WAIT_SECONDS_MAX,
-    RunningSidecar,
-    Worker,
-    key_of,
-    with_events,
-)
+from tests.sidecar.client import WAIT_SECONDS_MAX, RunningSidecar, Worker, key_of
+from tests.sidecar.configurations import with_events
 from tests.sidecar.test_job_socket import MORE, anonymous_bytes, at_end, frame, ready
 
 MIB: Final = 1 << 20

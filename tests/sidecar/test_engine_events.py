@@ -35,8 +35,8 @@ from tests.sidecar.client import (
     attach_message,
     key_of,
     layout_of,
-    with_events,
 )
+from tests.sidecar.configurations import with_events
 from tests.sidecar.subscriber import Place, Subscriber, kv_events
 
 

@@ -21,15 +21,8 @@ from sidecar.events import records as kvevents
 from sidecar.events.publisher import History
 from sidecar.events.records import SNAPSHOT, name_of, number_frame
 from sidecar.protocol import Outcome, StoreJob
-from tests.sidecar.client import (
-    BLOCK_TOKENS,
-    RunningSidecar,
-    Scheduler,
-    Worker,
-    config_in,
-    key_of,
-    with_events,
-)
+from tests.sidecar.client import BLOCK_TOKENS, RunningSidecar, Scheduler, Worker, config_in, key_of
+from tests.sidecar.configurations import with_events
 from tests.sidecar.subscriber import Subscriber, kv_events
 from tiers.kv.index import FLAG_HOST, FLAG_STORE
 

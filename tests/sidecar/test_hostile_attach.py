@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from sidecar.protocol import Attach, Group, Memory, Outcome, Role
 from sidecar.sessions.namespaces import Realms
 from tests import places
+from tests.mappings import open_fds
 from tests.sidecar.client import (
     BLOCK_TOKENS,
     BLOCKS_PER_CHUNK,
@@ -33,7 +34,6 @@ from tests.sidecar.client import (
     attach_message,
     key_of,
     layout_of,
-    open_fds,
 )
 from tiers.kv.fence import PAGE_BYTES
 from tiers.kv.index import FLAG_HOST

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from sidecar.protocol import Outcome
-from tests.mappings import flags_of
+from tests.mappings import flags_of, open_fds
 from tests.sidecar.client import (
     WAIT_SECONDS_MAX,
     RefusedError,
@@ -23,7 +23,6 @@ from tests.sidecar.client import (
     Worker,
     key_of,
     layout_of,
-    open_fds,
 )
 from tiers.kv.fence import PAGE_BYTES
 from tiers.kv.memfd import sealed_memfd

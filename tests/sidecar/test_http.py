@@ -24,7 +24,8 @@ from sidecar.config.model import ConfigError, load, loads
 from sidecar.errors import StartError
 from sidecar.observe.http import listen_on
 from tests import places
-from tests.sidecar.client import WAIT_SECONDS_MAX, RunningSidecar, config_in, open_fds
+from tests.mappings import open_fds
+from tests.sidecar.client import WAIT_SECONDS_MAX, RunningSidecar, config_in
 
 TOKEN = "t0ken-of-this-test"
 

@@ -16,8 +16,9 @@ import pytest
 from sidecar.protocol import Outcome
 from sidecar.transport.zmtp_server import JobSocket, Sent
 from tests import places
+from tests.mappings import open_fds
 from tests.sidecar.bench import until
-from tests.sidecar.client import RunningSidecar, Worker, config_in, key_of, open_fds
+from tests.sidecar.client import RunningSidecar, Worker, config_in, key_of
 
 MIB: Final = 1 << 20
 GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)

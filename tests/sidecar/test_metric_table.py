@@ -16,7 +16,8 @@ from sidecar.core.tenants import TenantCounters
 from sidecar.observe.metrics import COUNTERS, GAUGES, HISTOGRAMS, PREFIX, name_of
 from sidecar.service.dispatcher import SocketStats
 from tests import metrics_page, places
-from tests.sidecar.client import RunningSidecar, with_events
+from tests.sidecar.client import RunningSidecar
+from tests.sidecar.configurations import with_events
 from tiers.catalog.manifest import Counts
 
 TABLE = GAUGES | COUNTERS | HISTOGRAMS

@@ -19,7 +19,8 @@ from sidecar.protocol import Outcome
 from sidecar.service.runtime_dir import RuntimeDirectory
 from sidecar.service.watchdog import SelfChecks
 from tests import places
-from tests.sidecar.client import RunningSidecar, Worker, config_in, key_of, with_events
+from tests.sidecar.client import RunningSidecar, Worker, config_in, key_of
+from tests.sidecar.configurations import with_events
 
 OTHER, STRANGER = 61_001, 61_002
 

@@ -19,7 +19,7 @@ from sidecar.config.model import Config
 from sidecar.events.records import name_of
 from sidecar.protocol import Attached, Group, Outcome, Role, StoreJob, codec
 from tests import places
-from tests.mappings import sizes_of
+from tests.mappings import open_fds, sizes_of
 from tests.sidecar.client import (
     BLOCK_TOKENS,
     BLOCKS_PER_CHUNK,
@@ -33,9 +33,8 @@ from tests.sidecar.client import (
     config_in,
     key_of,
     layout_of,
-    open_fds,
-    with_events,
 )
+from tests.sidecar.configurations import with_events
 from tests.sidecar.subscriber import Subscriber
 from tests.sidecar.test_groups import HybridWorker, hybrid_scheduler, store_of
 from tiers.kv.index import FLAG_HOST, FLAG_STORE, GONE_EXPIRED, tags_of

@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import msgspec
 import pytest
 
-from sidecar.core.breaker import BreakerRules
-from sidecar.core.commands import (
-    CaughtUp,
-    Command,
-    Draining,
-    Restored,
-    RestoredSlot,
-    Scatter,
-    SessionClosed,
-    StoreOutcome,
-    Tick,
-    Write,
-)
-from sidecar.core.outbox import WritePolicy
+from sidecar.core.commands import Command, Restored, RestoredSlot, Scatter, SessionClosed
 from sidecar.core.tenants import Quota, TenantRules, Tenants
-from sidecar.core.writes import WRITE_TRIES_MAX
 from sidecar.protocol import Events, Outcome, RemovedEvent, Role, StoredEvent
 from tests.engine_invariants import check
 from tests.sidecar.engine_answers import done, messages, only
 from tests.sidecar.engine_names import (
-    ALL_RANKS,
     BLOCK_TOKENS,
     RANK_0,
     key,
@@ -39,30 +23,12 @@ from tests.sidecar.engine_names import (
     slot_bytes_of,
 )
 from tests.sidecar.engine_world import World
+from tests.sidecar.restoring import holding, load, numbers
 from tests.sidecar.strict_pool import SlabSlots, StrictLRU
-from tests.sidecar.worlds import limits, make_world, no_writes
+from tests.sidecar.worlds import limits, no_writes
 from tiers.policy import POLICIES
 
 TENANT = b"a tenant"
-
-
-def numbers(names: object) -> list[int]:
-    """Chunk numbers of an eviction order."""
-    assert isinstance(names, list)
-    return [int.from_bytes(name[1], "little") for name in names]
-
-
-def holding(count: int, **changes: Any) -> tuple[World, int]:
-    """A world whose only worker has stored chunks 1 to `count`."""
-    world = no_writes(**changes)
-    worker = world.open(Role.WORKER)
-    world.stored(worker, 1, range(1, count + 1))
-    return world, worker
-
-
-def load(world: World, worker: int, number: int, job_id: int) -> list[Command]:
-    [scatter] = only(world.load(worker, job_id, [number]), Scatter)
-    return world.copied(scatter.copy_id)
 
 
 # --- coming back ---------------------------------------------------------------------------------
@@ -301,212 +267,3 @@ def test_nothing_unclaimed_is_left_when_memory_is_given_up() -> None:
     world.restart(StrictLRU())
     world.note(world.engine.clear())
     assert not world.slots.used
-
-
-# --- verification --------------------------------------------------------------------------------
-
-
-def verified(world: World, worker: int, number: int, job_id: int) -> bool:
-    [scatter] = only(world.load(worker, job_id, [number]), Scatter)
-    world.copied(scatter.copy_id)
-    return scatter.verify
-
-
-def test_restored_chunk_is_verified_at_its_first_use() -> None:
-    world, _ = holding(2, verify_loads=0.0)
-    world.restart(StrictLRU())
-    worker = world.open(Role.WORKER)
-    assert [verified(world, worker, 1, job) for job in (1, 2, 3)] == [True, False, False]
-    # A first use that failed does not count.
-    [scatter] = only(world.load(worker, 4, [2]), Scatter)
-    world.copied(scatter.copy_id, Outcome.REVOKED)
-    assert [verified(world, worker, 2, job) for job in (5, 6)] == [True, False]
-    world.stored(worker, 7, [3])
-    assert not verified(world, worker, 3, 8)
-    assert world.engine.counters.loads_unverified == 4
-
-
-@pytest.mark.parametrize(
-    ("rate", "count"), [(1.0, 1000), (0.5, 500), (0.1, 100), (0.37, 370), (0.001, 1), (0.0, 0)]
-)
-def test_rate_of_verified_loads(rate: float, count: int) -> None:
-    world, worker = holding(1, verify_loads=rate)
-    chosen = [verified(world, worker, 1, job) for job in range(2, 1002)]
-    assert sum(chosen) == count
-    again, worker = holding(1, verify_loads=rate)
-    assert [verified(again, worker, 1, job) for job in range(2, 1002)] == chosen
-
-
-@pytest.mark.parametrize(("rate", "count"), [(1.0, 400), (0.05, 20), (0.3, 120), (0.0, 0)])
-def test_rate_of_verified_writes(rate: float, count: int) -> None:
-    world = make_world(slabs=400, slab_slots=1, verify_writes=rate)
-    worker = world.open(Role.WORKER)
-    chosen = 0
-    for number in range(1, 401):
-        world.stored(worker, number, [number])
-        [write] = world.writes.values()
-        chosen += write.verify
-        world.written(write.write_id)
-    assert chosen == count
-    assert world.engine.counters.writes_unverified == 400 - count
-
-
-def test_of_several_ranks_each_is_sampled() -> None:
-    """They take turns, so that every second segment is the same rank's."""
-    world = make_world(slabs=400, slab_slots=1, verify_writes=0.5)
-    workers = [world.open(Role.WORKER, rank=rank, world_size=2) for rank in (0, 1)]
-    chosen: Counter[int] = Counter()
-    for number in range(1, 21):
-        for worker in workers:
-            world.stored(worker, number, [number])
-        for write in list(world.writes.values()):
-            chosen[write.rank] += write.verify
-            world.written(write.write_id)
-        while world.writes:
-            [write] = world.writes.values()
-            chosen[write.rank] += write.verify
-            world.written(write.write_id)
-    assert chosen == {0: 10, 1: 10}
-
-
-def test_what_was_withdrawn_is_verified_before_it_leaves_again() -> None:
-    """Its object may have been found damaged, and then its slot has been, too."""
-    world = make_world(verify_loads=0.0, verify_writes=0.0, write=WritePolicy.ON_REUSE)
-    worker, scheduler = world.open(Role.WORKER), world.open(Role.SCHEDULER)
-    world.stored(worker, 1, [1, 2])
-
-    def wanted(lookup_id: int) -> list[Write]:
-        world.look_up(scheduler, lookup_id, [1, 2])
-        return only(world.use(scheduler, [1, 2]), Write)
-
-    first, second = wanted(1)
-    assert (first.verify, second.verify) == (False, False)
-    world.written(first.write_id)
-    world.written(second.write_id)
-    assert wanted(2) == []
-    world.listed({1: RANK_0}, written_at=1 << 50, withdrawn=True)
-    assert not verified(world, worker, 2, 2)
-    [scatter] = only(world.load(worker, 3, [1]), Scatter)
-    [again] = only(world.use(scheduler, [1]), Write)
-    assert (scatter.verify, again.verify) == (True, True)
-    world.copied(scatter.copy_id)
-    world.written(again.write_id)
-    # Both found it whole, so who withdrew it had another reason.
-    assert not verified(world, worker, 1, 4)
-    world.listed({2: RANK_0}, written_at=1 << 51, withdrawn=True)
-    [again] = wanted(3)
-    assert (again.key, again.verify) == (key(2), True)
-    # Another withdrawal while it is sent: it is in doubt again, or still.
-    world.listed({2: RANK_0}, written_at=1 << 52, withdrawn=True)
-    world.written(again.write_id, StoreOutcome.CORRUPT)
-    assert (0, key(2)) not in world.index
-    assert world.engine.counters.quarantined_host == 1
-
-
-def test_written_chunk_counts_as_verified() -> None:
-    world = make_world(verify_loads=0.0, verify_writes=0.0)
-    worker = world.open(Role.WORKER)
-    world.stored(worker, 1, [1])
-    world.restart(StrictLRU())
-    worker = world.open(Role.WORKER)
-    world.send(CaughtUp(0))
-    [write] = world.writes.values()
-    assert write.verify
-    world.written(write.write_id)
-    assert not verified(world, worker, 1, 5)
-
-
-# --- to the store --------------------------------------------------------------------------------
-
-
-def test_restored_chunks_are_written_after_the_catalog_and_when_nothing_else_is() -> None:
-    world = make_world(writes_inflight_max=1)
-    worker = world.open(Role.WORKER)
-    world.stored(worker, 1, [1, 2, 3])
-    world.restart(StrictLRU())
-    worker = world.open(Role.WORKER)
-    assert not world.writes, "what the store holds is not known yet"
-    assert world.engine.pending_work().idle
-    world.listed({2: RANK_0})
-    assert not world.writes
-    world.send(CaughtUp(0))
-    assert [write.key for write in world.writes.values()] == [key(3)], "the newest first"
-    world.stored(worker, 2, [4, 5])
-    written: list[bytes] = []
-    while world.writes:
-        [(write_id, write)] = world.writes.items()
-        written.append(write.key)
-        world.written(write_id)
-    assert written == [key(3), key(4), key(5), key(1)]
-    assert world.engine.counters.writes_dropped == 0
-
-
-def test_restored_chunks_are_written_as_many_at_once_as_may_be() -> None:
-    world = make_world(writes_inflight_max=3, write_queue_bytes_max=0)
-    worker = world.open(Role.WORKER)
-    world.stored(worker, 1, [1, 2, 3, 4, 5])
-    world.restart(StrictLRU())
-    world.open(Role.WORKER)
-    world.listed({4: RANK_0})
-    started = only(world.send(CaughtUp(0)), Write)
-    assert [write.key for write in started] == [key(5), key(3), key(2)]
-    assert not only(world.send(Tick()), Write), "whatever could start has started"
-    commands = world.written(started[0].write_id)
-    assert [write.key for write in only(commands, Write)] == [key(1)]
-
-
-def test_restored_chunks_do_not_queue_while_the_store_is_left_alone() -> None:
-    world = make_world(writes_inflight_max=2, breaker=BreakerRules(1, 1.0, 4.0))
-    worker = world.open(Role.WORKER)
-    world.stored(worker, 1, [1, 2])
-    world.restart(StrictLRU())
-    worker = world.open(Role.WORKER)
-    world.stored(worker, 1, [3])
-    for _ in range(WRITE_TRIES_MAX):
-        world.now += 10.0
-        world.send(Tick())
-        [write_id] = world.writes
-        world.written(write_id, StoreOutcome.UNAVAILABLE)
-    world.send(CaughtUp(0))
-    assert world.engine.pending_work().idle, "a drain would wait for a store that fails"
-    world.now += 10.0
-    assert len(only(world.send(Tick()), Write)) == 1, "one finds out"
-    world.settle()
-    assert world.engine.counters.chunks_written == 2
-
-
-def test_drain_and_eviction_forget_what_was_offered() -> None:
-    world = make_world(writes_inflight_max=1, slabs=3)
-    worker = world.open(Role.WORKER)
-    world.stored(worker, 1, [1, 2, 3])
-    world.restart(StrictLRU())
-    worker = world.open(Role.WORKER)
-    world.stored(worker, 2, [9])
-    assert world.in_host() == {(0, key(number)) for number in (2, 3, 9)}
-    [write_id] = world.writes
-    world.send(CaughtUp(0))
-    world.send(Draining())
-    assert not only(world.written(write_id, StoreOutcome.OK), Write)
-    assert not world.writes
-    assert world.engine.pending_work().idle
-
-
-def test_what_comes_back_during_a_drain_is_not_written() -> None:
-    world = make_world()
-    worker = world.open(Role.WORKER)
-    world.stored(worker, 1, [1])
-    world.restart(StrictLRU())
-    world.send(Draining())
-    world.open(Role.WORKER)
-    assert world.in_host() == {(0, key(1))}
-    assert not only(world.send(CaughtUp(0)), Write)
-    assert world.engine.pending_work().idle
-
-
-def test_nothing_is_written_where_writing_is_off() -> None:
-    world, _ = holding(2)
-    world.restart(StrictLRU())
-    world.open(Role.WORKER)
-    world.listed({1: ALL_RANKS})
-    world.send(CaughtUp(0))
-    assert not world.writes

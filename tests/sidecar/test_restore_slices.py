@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from sidecar.core.commands import (
-    CaughtUp,
-    Gather,
-    IndexSet,
-    Read,
-    Resume,
-    SessionClosed,
-)
+from sidecar.core.commands import CaughtUp, Gather, IndexSet, Read, Resume, SessionClosed
 from sidecar.protocol import Outcome, Role
 from tests.sidecar.engine_answers import done, messages, only
 from tests.sidecar.engine_names import ALL_RANKS, key
 from tests.sidecar.engine_world import World
+from tests.sidecar.restoring import holding, load, numbers
 from tests.sidecar.strict_pool import StrictLRU
-from tests.sidecar.test_restore import holding, load, numbers
 from tests.sidecar.worlds import make_world, no_writes
 from tiers.policy import POLICIES
 

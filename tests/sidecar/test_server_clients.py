@@ -27,6 +27,7 @@ from sidecar.protocol import (
     codec,
 )
 from tests import places
+from tests.mappings import open_fds
 from tests.sidecar.client import (
     BLOCKS_PER_CHUNK,
     WAIT_SECONDS_MAX,
@@ -39,7 +40,6 @@ from tests.sidecar.client import (
     config_in,
     key_of,
     layout_of,
-    open_fds,
 )
 
 

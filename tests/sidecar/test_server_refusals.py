@@ -11,9 +11,8 @@ import msgspec
 import pytest
 
 from sidecar import protocol
-from sidecar.protocol import (
-    Outcome,
-)
+from sidecar.protocol import Outcome
+from tests.mappings import open_fds
 from tests.sidecar.client import (
     BLOCK_TOKENS,
     Client,
@@ -24,7 +23,6 @@ from tests.sidecar.client import (
     config_in,
     key_of,
     layout_of,
-    open_fds,
 )
 from tiers.kv.layout import KVLayout, Segment
 from tiers.kv.memfd import sealed_memfd

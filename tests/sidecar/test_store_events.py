@@ -12,7 +12,8 @@ import pytest
 
 from sidecar.events.records import name_of
 from sidecar.protocol import Outcome
-from tests.sidecar.client import RunningSidecar, Scheduler, Worker, config_in, key_of, with_events
+from tests.sidecar.client import RunningSidecar, Scheduler, Worker, config_in, key_of
+from tests.sidecar.configurations import with_events
 from tests.sidecar.subscriber import Subscriber
 from tiers.catalog.names import parse_name
 

@@ -13,14 +13,9 @@ import zmq
 from sidecar.events.records import END_OF_REPLAY, SNAPSHOT, number_frame
 from sidecar.protocol import Outcome
 from tests import places
-from tests.sidecar.client import (
-    WAIT_SECONDS_MAX,
-    RunningSidecar,
-    Worker,
-    key_of,
-    open_fds,
-    with_events,
-)
+from tests.mappings import open_fds
+from tests.sidecar.client import WAIT_SECONDS_MAX, RunningSidecar, Worker, key_of
+from tests.sidecar.configurations import with_events
 from tests.sidecar.test_job_socket import GREETING, MORE, anonymous_bytes, at_end, frame, ready
 from tests.sidecar.test_peers import OTHER, needs_root, run_as
 

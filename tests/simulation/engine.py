@@ -24,17 +24,11 @@ from connector.scheduler.requests import Settings
 from connector.scheduler.role import SchedulerRole
 from connector.scheduler.stores import Part
 from connector.worker import TransferResults
-from sidecar.protocol import PROTOCOL_VERSION, Attach, Group, LoadChunk, LoadJob, Role
+from sidecar.protocol import LoadChunk, LoadJob, Role
 from tests.simulation.blocks import Block, BlockPool, Request
 from tests.simulation.clock import Violation, World
-from tests.simulation.content import (
-    BLOCK_TOKENS,
-    POISON,
-    Model,
-    TokenDigests,
-    owner_of,
-)
-from tests.simulation.ranks import Rank
+from tests.simulation.content import BLOCK_TOKENS, POISON, Model, TokenDigests, owner_of
+from tests.simulation.ranks import Rank, attach_message
 from tests.simulation.tables import Tables
 from tests.simulation.wire import Node, Wire
 
@@ -87,7 +81,7 @@ class SimEngine:
         self._failed: set[str] = set()
         self._freed_late: dict[str, list[Block]] = {}
         self.ranks = [Rank(self, rank) for rank in range(model.ranks)]
-        attach = self.attach_message(Role.SCHEDULER, 0, want_events=want_events)
+        attach = attach_message(self, Role.SCHEDULER, 0, want_events=want_events)
         self.wire = Wire(node, f"{name}.s", lambda: Attempt(attach))
         self.role = SchedulerRole(
             self.wire.as_client(),
@@ -99,38 +93,6 @@ class SimEngine:
         self._really_plan_store: Callable[..., Store | None] = self.role.stores.plan
         setattr(self.role.stores, "plan", self._plan_store)  # noqa: B010 (mypy)
         checks.images.engines.append(self)
-
-    def attach_message(self, role: Role, rank: int, **parts: Any) -> Attach:
-        layouts = [
-            group.kv_layout(rank, self.num_blocks) if role is Role.WORKER else None
-            for group in self.groups
-        ]
-        first, *others = [
-            Group(
-                group.namespace,
-                BLOCK_TOKENS,
-                group.geometry.blocks_per_chunk,
-                None if layout is None else layout.segment,
-                layout,
-            )
-            for group, layout in zip(self.groups, layouts, strict=True)
-        ]
-        return Attach(
-            version=PROTOCOL_VERSION,
-            role=role,
-            engine_id=self.name,
-            rank=rank,
-            world_size=self.model.ranks,
-            topology=self.model.topology,
-            namespace=first.namespace,
-            block_tokens=first.block_tokens,
-            blocks_per_chunk=first.blocks_per_chunk,
-            segment=first.segment,
-            layout=first.layout,
-            groups=tuple(others),
-            pid=4_000,
-            **parts,
-        )
 
     # --- requests ------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import numpy as np
 from connector.client import Attempt, Client
 from connector.export import ExportedMemory
 from connector.worker import WorkerRole
-from sidecar.protocol import KIND_MEMFD, Attach, Memory, Role
+from sidecar.protocol import KIND_MEMFD, PROTOCOL_VERSION, Attach, Group, Memory, Role
 from tests.simulation.clock import Violation
 from tests.simulation.content import BLOCK_TOKENS, POISON, Words
 from tests.simulation.wire import Wire
@@ -57,6 +57,40 @@ class SimWorker(WorkerRole):
         return Attempt(self._describe(memory), [memory.fd, fence.fd], fence)
 
 
+def attach_message(engine: SimEngine, role: Role, rank: int, **parts: Any) -> Attach:
+    """What a role of the engine attaches with."""
+    layouts = [
+        group.kv_layout(rank, engine.num_blocks) if role is Role.WORKER else None
+        for group in engine.groups
+    ]
+    first, *others = [
+        Group(
+            group.namespace,
+            BLOCK_TOKENS,
+            group.geometry.blocks_per_chunk,
+            None if layout is None else layout.segment,
+            layout,
+        )
+        for group, layout in zip(engine.groups, layouts, strict=True)
+    ]
+    return Attach(
+        version=PROTOCOL_VERSION,
+        role=role,
+        engine_id=engine.name,
+        rank=rank,
+        world_size=engine.model.ranks,
+        topology=engine.model.topology,
+        namespace=first.namespace,
+        block_tokens=first.block_tokens,
+        blocks_per_chunk=first.blocks_per_chunk,
+        segment=first.segment,
+        layout=first.layout,
+        groups=tuple(others),
+        pid=4_000,
+        **parts,
+    )
+
+
 class Rank:
     """One worker: its KV memory and its role."""
 
@@ -89,7 +123,7 @@ class Rank:
         return self.wire.as_client()
 
     def _describe(self, memory: ExportedMemory) -> Attach:
-        return self.engine.attach_message(Role.WORKER, self.rank, memory=memory.shared)
+        return attach_message(self.engine, Role.WORKER, self.rank, memory=memory.shared)
 
     def compute(
         self, group: int, digests: Words, table: Sequence[int], start: int, request_id: str
