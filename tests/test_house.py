@@ -1,5 +1,7 @@
 """How the product is laid out: sizes of files and folders, and one class for one name.
 
+Tests follow the rule of a file's size alone.
+
 Import rules are contracts in `pyproject.toml`; `make check` verifies both.
 """
 
@@ -25,8 +27,12 @@ def product() -> list[Path]:
     )
 
 
+def of_tests() -> list[Path]:
+    return sorted(path.relative_to(places.ROOT) for path in (places.ROOT / "tests").rglob("*.py"))
+
+
 def test_no_file_is_too_long() -> None:
-    for path in product():
+    for path in [*product(), *of_tests()]:
         lines = len((places.ROOT / path).read_text().splitlines())
         assert lines <= LINES_MAX, f"{path} has {lines} lines: cut it"
 
