@@ -297,25 +297,29 @@ class GoneKeys:
     def __init__(self, keys_max: int, realms: Mapping[int, Realm]) -> None:
         self._keys_max = keys_max
         self._realms = realms
-        self._keys: OrderedDict[tuple[int, bytes], float] = OrderedDict()
+        self._keys: OrderedDict[tuple[int, bytes], tuple[float, Gone]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._keys)
 
     def note(self, change: FlagChange, now: float) -> Gone | None:
-        """Note a change; returns why the chunk is gone, if it is to be remembered."""
+        """Note a change of a chunk; returns why it is gone, if it is to be remembered."""
         name = (change.realm.realm_id, change.key)
         self._keys.pop(name, None)
         if any(change.now):
             return None
         gone = Gone.EVICTED if change.chunk is None else change.chunk.gone
         if gone is not None and self._keys_max:
-            self._keys[name] = now
+            self._keys[name] = (now, gone)
         return gone if self._keys_max else None
 
+    def why(self, realm_id: int, key: bytes) -> Gone | None:
+        """Why a chunk is gone, if that is remembered."""
+        return self._keys.get((realm_id, key), (0.0, None))[1]
+
     def since(self, realm_id: int, key: bytes) -> float | None:
-        """When a chunk left, if that is remembered."""
-        return self._keys.get((realm_id, key))
+        """When a chunk left, or was not let in, if that is remembered."""
+        return self._keys.get((realm_id, key), (None, None))[0]
 
     def forget_oldest(self) -> Iterator[tuple[int, bytes]]:
         """Forget what is too much; yields realm and key of those that still are in no tier."""
@@ -347,6 +351,7 @@ class Directory:
         )
         # (realm_id, key) -> realm, and flags and chunk before this event.
         self._touched: dict[tuple[int, bytes], tuple[Realm, tuple[bool, bool], Chunk | None]] = {}
+        self._unkept: dict[tuple[int, bytes], Chunk] = {}
 
     @property
     def chunks_in_host(self) -> int:
@@ -401,6 +406,14 @@ class Directory:
         del chunk.realm.chunks[chunk.key]
         chunk.detached = True
 
+    def not_kept(self, chunk: Chunk, gone: Gone | None) -> None:
+        """Note that a chunk leaves host memory, or is not let in, and why, as in `Chunk.gone`.
+
+        Its public flags need not change: it may be refused, or have been there in part.
+        """
+        chunk.gone = gone
+        self._unkept[chunk.realm.realm_id, chunk.key] = chunk
+
     def set_stored(self, realm: Realm, key: bytes, mask: int, time: int) -> None:
         """Set the segments that the store holds (0: none), and when the newest was written."""
         if realm.stored.mask(key) != mask:
@@ -423,7 +436,10 @@ class Directory:
             self._touched[touched] = (realm, realm.flags(key), realm.chunks.get(key))
 
     def take_changes(self) -> list[FlagChange]:
-        """Chunks whose flags changed since the last call, oldest first, each once."""
+        """Chunks whose flags changed since the last call, oldest first, each once.
+
+        `take_unkept` has the others that host memory did not keep.
+        """
         changes: list[FlagChange] = []
         for (_, key), (realm, was, holder) in self._touched.items():
             now = realm.flags(key)
@@ -432,8 +448,19 @@ class Directory:
                 realm.stored_chunks += now[1] - was[1]
                 chunk = realm.chunks.get(key) or holder
                 changes.append(FlagChange(realm, key, chunk, was, now))
+                self._unkept.pop((realm.realm_id, key), None)
         self._touched.clear()
         return changes
+
+    def take_unkept(self) -> list[FlagChange]:
+        """Chunks that host memory did not keep, and whose flags did not change; oldest first."""
+        unkept, self._unkept = self._unkept, {}
+        chunks = [chunk for chunk in unkept.values() if chunk.gone is not None]
+        flags = [chunk.realm.flags(chunk.key) for chunk in chunks]
+        return [
+            FlagChange(one.realm, one.key, one, now, now)
+            for one, now in zip(chunks, flags, strict=True)
+        ]
 
     def history(self, realm_id: int, key: bytes) -> str:
         """The last transitions of a chunk."""

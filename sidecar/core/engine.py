@@ -212,6 +212,11 @@ class Engine:
         for change in changes:
             gone = self.gone.note(change, self.lookups.now)
             self._outbox.emit(IndexSet(change.realm.realm_id, change.key, *change.now, gone))
+        for change in self.directory.take_unkept():
+            told = self.gone.why(change.realm.realm_id, change.key)
+            gone = self.gone.note(change, self.lookups.now)
+            if gone not in (None, told):
+                self._outbox.emit(IndexSet(change.realm.realm_id, change.key, *change.now, gone))
         self._withdraw(self.gone.forget_oldest())
         if changes:
             self._notify(changes)

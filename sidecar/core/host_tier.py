@@ -165,6 +165,8 @@ class HostTier:
             if slot is None and not refused:
                 slot = self._evict_for(segment)
         chunk.pins -= 1
+        if slot is None and cause is Cause.GATHER:
+            self._directory.not_kept(chunk, Gone.EVICTED if within_limit else Gone.QUOTA)
         if refused:
             self._counters.stores_refused += 1
             return Reservation.REFUSED
@@ -279,7 +281,7 @@ class HostTier:
 
     def _remove(self, chunk: Chunk, gone: Gone | None) -> None:
         """Detach a chunk. Work on its slots ends first."""
-        chunk.gone = gone
+        self._directory.not_kept(chunk, gone)
         if chunk.hosted:
             self.orders.leave(chunk, Left.GONE)
         self._directory.detach(chunk)
@@ -392,7 +394,7 @@ class HostTier:
         )
 
     def _evict(self, chunk: Chunk, gone: Gone | None) -> None:
-        chunk.gone = gone
+        self._directory.not_kept(chunk, gone)
         self._counters.chunks_evicted += 1
         self._tenants.counters(chunk.tenant).chunks_evicted += 1
         self.orders.leave(chunk, Left.GONE if gone is None else Left.EVICTED)

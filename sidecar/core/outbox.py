@@ -49,7 +49,7 @@ class EngineLimits:
     """Whether a drain writes what `write` has not written yet."""
     store_reads: bool
     gone_keys_max: int = 0
-    """Chunks that are remembered after they left the cache."""
+    """Chunks that are remembered after they left the cache, or were not let in."""
     reads_begun_max: int = 1 << 30
     """Reads that one event starts; the others get turns of their own."""
     adopted_max: int = 1 << 30

@@ -47,10 +47,10 @@ class Gone(enum.Enum):
     """Why no tier has a chunk any more."""
 
     EVICTED = "evicted"
-    """It was evicted to make room, or left the object store."""
+    """It was evicted to make room, found none, or left the object store."""
     EXPIRED = "expired"
     QUOTA = "quota"
-    """It was evicted because its tenant was at its limit."""
+    """It was evicted, or not stored, because its tenant was at its limit."""
 
 
 def slot_tag(tenant: bytes, retention: Retention) -> bytes:

@@ -28,8 +28,8 @@ MEANINGS: Final = {
     "store": "loaded from the object store, through host memory",
     "other": "another connector loaded them",
     "new": "computed: no tier had them, and none is remembered to have had them",
-    "evicted": "computed: they had left host memory to make room, or the object store; a larger "
-    "host.size, or a store, keeps more",
+    "evicted": "computed: they had left host memory to make room, or were not let in, or had left "
+    "the object store; a larger host.size, or a store, keeps more",
     "expired": "computed: their ttl_seconds had ended",
     "quota": "computed: their tenant was at its limit, host_max",
     "too_short": "computed: they were there, but fewer than load_tokens_min in a row",
