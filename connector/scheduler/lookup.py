@@ -171,7 +171,9 @@ class HitFinder:
             computed.append(Computed(end_tokens, reason))
             if not flag & FLAG_HOST and gap is None and end:
                 gap = reason
-                missed = Missed(keys[first + start], (first + start) * per_chunk)
+                token = max((first + start) * per_chunk, begin_tokens, state.found_tokens)
+                why = next((one.reason for one in computed if one.end_tokens > token), reason)
+                missed = Missed(keys[first + start], token, why)
         if gap in (None, PromptOutcome.NEW):
             computed.append(Computed(min(longest, expected), PromptOutcome.LATE))
         return [*computed, Computed(longest, reason if gap else PromptOutcome.NEW)], missed

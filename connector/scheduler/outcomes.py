@@ -18,8 +18,10 @@ from connector.scheduler.traces import Tracer
 from sidecar.protocol.prompts import (
     PROMPTS_PER_MESSAGE_MAX,
     REQUEST_ID_CHARACTERS_MAX,
+    RUNS_MAX,
     PromptOutcome,
     PromptRecord,
+    TokenRun,
 )
 
 PREFIX: Final = "prompt_tokens/"
@@ -42,6 +44,8 @@ class Missed(NamedTuple):
 
     key: bytes = b""
     token: int = 0
+    """The first token of it that is computed."""
+    reason: PromptOutcome | None = None
 
 
 @dataclass(slots=True)
@@ -117,22 +121,38 @@ class PromptTokens:
         return taken
 
     def _count(self, prompt: _Prompt) -> None:
-        tokens = _sorted(prompt)
+        runs = _sorted(prompt)
+        tokens = _counted(runs)
         self._counts.update(tokens)
         if prompt.state is not None:
             self._tracer.prompt(prompt.state, tokens)
         if len(self._records) < PROMPTS_PER_MESSAGE_MAX:
             state = prompt.state
             seconds = (0.0, 0.0, 0.0) if state is None else state.seconds
+            late = state.late if state is not None and PromptOutcome.LATE in tokens else (0.0, 0.0)
             local, loaded = tokens.get(PromptOutcome.LOCAL, 0), _loaded(tokens)
             lookup_us, read_us, load_us = (int(each * 1e6) for each in seconds)
             saved = int(self._times.seconds(local, loaded) * 1e6) if loaded else 0
+            missed = prompt.missed
             name: str = prompt.request.request_id[:REQUEST_ID_CHARACTERS_MAX]
             if not name.isprintable():
                 # A client may choose it, and the sidecar refuses a message with such a name.
                 name = "".join(one if one.isprintable() else "?" for one in name)
             self._records.append(
-                PromptRecord(name, tokens, *prompt.missed, lookup_us, read_us, load_us, saved)
+                PromptRecord(
+                    name,
+                    tokens,
+                    missed.key,
+                    missed.token,
+                    lookup_us,
+                    read_us,
+                    load_us,
+                    saved,
+                    missed_reason=missed.reason,
+                    late_us=int(late[0] * 1e6),
+                    late_limit_us=int(late[1] * 1e6),
+                    runs=runs[:RUNS_MAX],
+                )
             )
 
 
@@ -140,22 +160,37 @@ def _loaded(tokens: dict[PromptOutcome, int]) -> int:
     return tokens.get(PromptOutcome.HOST, 0) + tokens.get(PromptOutcome.STORE, 0)
 
 
-def _sorted(prompt: _Prompt) -> dict[PromptOutcome, int]:
-    stats, counts = prompt.prefill_stats, Counter[PromptOutcome]()
-    local, external = stats.num_local_cached_tokens, stats.num_external_cached_tokens
-    counts[PromptOutcome.LOCAL] += local
+def _sorted(prompt: _Prompt) -> list[TokenRun]:
+    """The tokens of a prompt in their order."""
+    stats, runs = prompt.prefill_stats, list[TokenRun]()
+    loaded_end = stats.num_local_cached_tokens + stats.num_external_cached_tokens
+    _extend(runs, stats.num_local_cached_tokens, PromptOutcome.LOCAL)
     if not prompt.loading:
-        counts[PromptOutcome.OTHER] += external
+        _extend(runs, loaded_end, PromptOutcome.OTHER)
     elif prompt.failed or prompt.state is None:
-        counts[PromptOutcome.FAILED] += external
+        _extend(runs, loaded_end, PromptOutcome.FAILED)
     else:
-        from_store = min(prompt.state.hit_sources[1], external)
-        counts[PromptOutcome.STORE] += from_store
-        counts[PromptOutcome.HOST] += external - from_store
-    begin, total = local + external, stats.num_prompt_tokens
+        for run in prompt.state.hit_runs:
+            _extend(runs, min(run.end_tokens, loaded_end), run.outcome)
+        _extend(runs, loaded_end, PromptOutcome.HOST)
+    total = stats.num_prompt_tokens
     for end_tokens, reason in (*prompt.computed, Computed(total, PromptOutcome.TAIL)):
-        end = min(end_tokens, total)
-        if end > begin:
-            counts[reason] += end - begin
-            begin = end
-    return dict(+counts)
+        _extend(runs, min(end_tokens, total), reason)
+    return runs
+
+
+def _extend(runs: list[TokenRun], end_tokens: int, outcome: PromptOutcome) -> None:
+    """Have the runs reach `end_tokens`, if they do not yet."""
+    if end_tokens <= (runs[-1].end_tokens if runs else 0):
+        return
+    if runs and runs[-1].outcome is outcome:
+        runs.pop()
+    runs.append(TokenRun(outcome, end_tokens))
+
+
+def _counted(runs: Sequence[TokenRun]) -> dict[PromptOutcome, int]:
+    counts, begin = Counter[PromptOutcome](), 0
+    for run in runs:
+        counts[run.outcome] += run.end_tokens - begin
+        begin = run.end_tokens
+    return dict(counts)

@@ -54,7 +54,8 @@ class PendingLookups:
         wait_ms = state.request_params.wait_ms
         if wait_ms < 0:
             wait_ms = session.limits.lookup_wait_ms_max
-        state.expects_until = self.clock() + wait_ms / 1000
+        state.expects_from = self.clock()
+        state.expects_until = state.expects_from + wait_ms / 1000
         self.expecting_ids.add(state.request.request_id)
 
     def expecting(self, state: RequestState, session: SidecarSession, local_tokens: int) -> bool:
@@ -68,7 +69,10 @@ class PendingLookups:
             found = hit.wanted_tokens if state.request_params.asks_store else hit.end_tokens
         if found < wanted and self.clock() < state.expects_until:
             return True
-        self.stats.expected_late += found < wanted
+        if found < wanted:
+            self.stats.expected_late += 1
+            limit = state.expects_until - state.expects_from
+            state.late = (self.clock() - state.expects_from, limit)
         state.expects_until = None
         self.expecting_ids.discard(state.request.request_id)
         return False
@@ -128,6 +132,7 @@ class PendingLookups:
         state = self.lookups.get(message.lookup_id)
         if state is not None:
             state.store_reason = REASONS.get(message.outcome, PromptOutcome.STORE_AWAY)
+            self._note_late(state)
             self._ended(state, pinned=message.ready > 0)
 
     def reading(self, state: RequestState) -> bool:
@@ -137,9 +142,15 @@ class PendingLookups:
         if self.clock() >= state.lookup.deadline:
             self.stats.lookups_expired += 1
             state.store_reason = PromptOutcome.LATE
+            self._note_late(state)
             self._ended(state, pinned=True)
             return False
         return True
+
+    def _note_late(self, state: RequestState) -> None:
+        if state.lookup is not None and state.store_reason is PromptOutcome.LATE:
+            sent = state.lookup.sent
+            state.late = (self.clock() - sent, state.lookup.deadline - sent)
 
     def finished(self, state: RequestState) -> None:
         """Release everything of a request that ended."""

@@ -21,7 +21,7 @@ from connector.identity.speculative import NO_DRAFTS, Speculation
 from connector.plan import Load
 from connector.request_params import RequestParams, RequestParamsReader
 from sidecar.protocol import tenant_id
-from sidecar.protocol.prompts import PromptOutcome
+from sidecar.protocol.prompts import PromptOutcome, TokenRun
 from tiers.kv.keys import KeyChain, MediaItem, root_key
 
 logger = logging.getLogger("vllm.kvlake")
@@ -116,12 +116,18 @@ class RequestState:
     """A step left out the drafter, whose layers lack KV from there on."""
     expects_until: float | None = None
     """The deadline for chunks of another engine."""
+    expects_from: float = 0.0
+    """When it began to wait for them."""
     used: bool = False
     """The sidecar knows of its prompt."""
     counted: bool = False
     """It is a hit, a miss or neither in the statistics."""
     hit_sources: tuple[int, int] = (0, 0)
     """Tokens of the last load from host memory, and from the object store through it."""
+    hit_runs: Sequence[TokenRun] = ()
+    """The same tokens in their order."""
+    late: tuple[float, float] = (0.0, 0.0)
+    """Seconds of the last wait that was too long, and how long it might be."""
     declined: PromptOutcome | None = None
     """Why nothing was looked up for it when it was scheduled last."""
     found_tokens: int = 0

@@ -36,7 +36,7 @@ from connector.scheduler.stores import StorePlanner, Stores
 from connector.scheduler.traces import Tracer
 from connector.vllm_workarounds import UncomputedBlocks
 from sidecar.protocol import Lease, LoadChunk, LoadJob, LookupDone, Release, Use
-from sidecar.protocol.prompts import PromptOutcome, Prompts
+from sidecar.protocol.prompts import PromptOutcome, Prompts, TokenRun
 
 logger = logging.getLogger("vllm.kvlake")
 
@@ -229,6 +229,7 @@ class SchedulerRole:
         end_tokens = state.known_tokens = state.local_tokens + external_tokens
         chunks: list[LoadChunk] = []
         stored_tokens = 0
+        runs: list[TokenRun] = []
         for group, table in zip(state.groups, block_ids(), strict=True):
             geometry = group.geometry
             for chunk, first, last in pieces_of(geometry, state.local_tokens, end_tokens):
@@ -236,10 +237,16 @@ class SchedulerRole:
                 start = chunk * geometry.blocks_per_chunk
                 ids = list(table[start + first : start + last])
                 chunks.append(LoadChunk(key, first, ids, group.group))
-                if group.group == self._finder.main_group and key in state.from_store_keys:
-                    stored_tokens += len(ids) * geometry.block_tokens
+                if group.group == self._finder.main_group:
+                    stored = key in state.from_store_keys
+                    stored_tokens += stored * len(ids) * geometry.block_tokens
+                    # What is before a window is not loaded, but not computed either.
+                    runs.append(TokenRun(PromptOutcome.HOST, group.end_tokens(chunk, first)))
+                    outcome = PromptOutcome.STORE if stored else PromptOutcome.HOST
+                    runs.append(TokenRun(outcome, group.end_tokens(chunk, last)))
         load = state.load = Load(request.request_id, LoadJob(self.new_id(), chunks))
         state.hit_sources = (external_tokens - stored_tokens, stored_tokens)
+        state.hit_runs = runs
         state.load_began = self.clock()
         self.tracer.planned(state, chunks)
         self._sort(state, end_tokens, loading=True)

@@ -74,18 +74,28 @@ def _prompt(one: Document) -> str:
     ago = duration(one.get("seconds_ago", 0))
     engine = f"{one.get('model') or '?'} on {one.get('engine_id', '?')}"
     lines = [f"{one.get('request_id', '?')}  {total:,} tokens, {ago} ago, {engine}"]
-    rows: list[Sequence[object]] = [("TOKENS", "", "")]
-    for outcome, meaning in MEANINGS.items():
-        if count := tokens.get(outcome, 0):
-            rows.append((f"{count:,}", f"{100 * count / total:.0f}%", meaning))
-    lines.append(table(rows))
+    runs: list[Document] = one.get("runs", [])
+    if runs:
+        lines.append(_runs(runs, total))
+    if not runs or runs[-1]["end_tokens"] < total:
+        rows: list[Sequence[object]] = [("TOKENS", "", "")]
+        for outcome, meaning in MEANINGS.items():
+            if count := tokens.get(outcome, 0):
+                rows.append((f"{count:,}", f"{100 * count / total:.0f}%", meaning))
+        lines.append(table(rows))
     if one.get("missed"):
-        gone = one.get("missed_gone_seconds")
-        when = "" if gone is None else f"; it left the cache {duration(gone)} before"
+        gone, reason = one.get("missed_gone_seconds"), one.get("missed_reason") or "computed"
+        when = "" if gone is None else f" {duration(gone)} before"
         lines.append(
-            f"the first chunk that was not loaded begins at token {one['missed_token']:,}{when} "
-            f"(chunk {one['missed']})"
+            f"the first chunk that was not loaded, from token {one['missed_token']:,} on: "
+            f"{reason}{when} (chunk {one['missed']})"
         )
+    if (limit := one.get("late_limit_ms", 0)) and tokens.get("late"):
+        waited = one["late_ms"]
+        why = ""
+        if waited < limit:
+            why = "; the sidecar ended the wait: computing had become faster (store.recompute)"
+        lines.append(f"late: {waited:,.0f} of {limit:,.0f} ms{why}")
     lines.append(
         "time: "
         f"lookups {one.get('lookup_ms', 0):.1f} ms, waiting for the store "
@@ -93,6 +103,22 @@ def _prompt(one: Document) -> str:
         f"loaded would have taken {one.get('saved_ms', 0):.0f} ms"
     )
     return "\n".join(lines)
+
+
+def _runs(runs: Sequence[Document], total: int) -> str:
+    """The tokens of a prompt in their order."""
+    rows: list[Sequence[object]] = [("FROM", "TO", "", "", "")]
+    begin = 0
+    for run in runs:
+        end, outcome = int(run["end_tokens"]), str(run["outcome"])
+        share = f"{100 * (end - begin) / total:.0f}%"
+        rows.append((f"{begin:,}", f"{end:,}", share, outcome, MEANINGS.get(outcome, "")))
+        begin = end
+    if begin < total:
+        rows.append(
+            (f"{begin:,}", f"{total:,}", "", "", "more runs than are reported; all tokens:")
+        )
+    return table(rows)
 
 
 def render_match(document: Document) -> str:

@@ -35,13 +35,17 @@ class PromptDocuments:
             "engine_id": one.engine_id,
             "model": one.model,
             "tokens": dict(record.tokens),
+            "runs": [{"end_tokens": run.end_tokens, "outcome": run.outcome} for run in record.runs],
             "missed": record.missed.hex()[:32] or None,
             "missed_token": record.missed_token if record.missed else None,
+            "missed_reason": record.missed_reason if record.missed else None,
             "missed_gone_seconds": one.gone_seconds,
             "chunk_tokens": one.chunk_tokens,
             "lookup_ms": record.lookup_us / 1000,
             "read_ms": record.read_us / 1000,
             "load_ms": record.load_us / 1000,
+            "late_ms": record.late_us / 1000,
+            "late_limit_ms": record.late_limit_us / 1000,
             "saved_ms": record.saved_us / 1000,
         }
 

@@ -8,6 +8,7 @@ import msgspec
 PROMPTS_PER_MESSAGE_MAX: Final = 1024
 REQUEST_ID_CHARACTERS_MAX: Final = 256
 KEY_BYTES: Final = 32
+RUNS_MAX: Final = 64
 COUNT_MAX: Final = 1 << 40
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)]
@@ -64,6 +65,13 @@ LOADED: Final = (
 )
 
 
+class TokenRun(msgspec.Struct, array_like=True, frozen=True):
+    """Tokens of a prompt with one outcome, from the end of the run before to `end_tokens`."""
+
+    outcome: PromptOutcome
+    end_tokens: Count
+
+
 class PromptRecord(msgspec.Struct, array_like=True, frozen=True):
     """How one prompt came to its KV. There is nothing in it of what the prompt says."""
 
@@ -72,7 +80,7 @@ class PromptRecord(msgspec.Struct, array_like=True, frozen=True):
     missed: Annotated[bytes, msgspec.Meta(max_length=KEY_BYTES)] = b""
     """Key of the first chunk that was looked up and not loaded; empty if there is none."""
     missed_token: Count = 0
-    """Where that chunk begins."""
+    """The first token of that chunk that was not loaded, nor in the engine's own cache."""
     lookup_us: Count = 0
     """Microseconds that lookups in the shared index took."""
     read_us: Count = 0
@@ -81,6 +89,14 @@ class PromptRecord(msgspec.Struct, array_like=True, frozen=True):
     """Microseconds from the plan of its load to the end of it on all ranks."""
     saved_us: Count = 0
     """Microseconds that computing what was loaded would have taken, as this engine computes."""
+    missed_reason: PromptOutcome | None = None
+    """Why that token was computed."""
+    late_us: Count = 0
+    """Microseconds of the wait that was too long, if there are `LATE` tokens."""
+    late_limit_us: Count = 0
+    """How long that wait might be."""
+    runs: Annotated[list[TokenRun], msgspec.Meta(max_length=RUNS_MAX)] = []
+    """The tokens in their order; the end is left out if there are more runs."""
 
 
 class Prompts(msgspec.Struct, tag="prompts", frozen=True):

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.request import Request
 
 from connector.vllm import KVLakeConnector
+from sidecar.protocol.prompts import PromptOutcome, Prompts, TokenRun
 from tests.connector.configurations import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
@@ -111,6 +112,23 @@ class TestLoadsWhileARequestWaits:
         engine.settle()
         assert engine.computed["a"] == len(PROMPT) - OFFERED
         assert stored_tokens(engine, PROMPT) == CACHED
+        engine.check_idle()
+
+    def test_its_tokens_are_counted_as_loaded_by_another(self, make: Callable[..., Engine]) -> None:
+        engine = beside(make, waits=True)
+        request = engine.add(request_of("a", PROMPT, max_tokens=1))
+        engine.step()
+        LoadingConnector.arrived = {"a"}
+        engine.finish(request)
+        engine.settle()
+        (message,) = engine.client.sent_of(Prompts)
+        (record,) = message.prompts
+        assert record.runs == [
+            TokenRun(PromptOutcome.OTHER, OFFERED),
+            TokenRun(PromptOutcome.NEW, CACHED),
+            TokenRun(PromptOutcome.TAIL, len(PROMPT)),
+        ]
+        assert record.tokens[PromptOutcome.OTHER] == OFFERED
         engine.check_idle()
 
     def test_an_aborted_request_stores_nothing(self, make: Callable[..., Engine]) -> None:

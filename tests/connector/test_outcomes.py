@@ -10,7 +10,7 @@ from vllm.v1.request import Request
 
 from sidecar.protocol import Lookup, Outcome
 from sidecar.protocol.codec import decode_client, encode
-from sidecar.protocol.prompts import PromptOutcome, PromptRecord, Prompts
+from sidecar.protocol.prompts import PromptOutcome, PromptRecord, Prompts, TokenRun
 from tests.connector.configurations import BLOCK_TOKENS, CHUNK_TOKENS, request_of
 from tests.connector.double import LIMITS
 from tests.connector.engine import Engine
@@ -327,6 +327,96 @@ def test_the_record_of_a_request_that_waited(engine: Engine) -> None:
     assert record.tokens == tokens
     assert record.read_us == 250_000
     assert record.missed == b""
+
+
+def test_the_record_has_the_tokens_in_their_order(engine: Engine) -> None:
+    demoted(engine, first=2)
+    engine.run(request_of("beginning", PROMPT[: CHUNK_TOKENS + 1], max_tokens=1))
+    request = engine.add(prompt())
+    engine.step()
+    engine.sidecar.receive()
+    engine.sidecar.answer(engine.sidecar.lookups[0], ready=2, outcome=Outcome.RECOMPUTED)
+    outcomes(engine, request)
+    record = records(engine)[-1]
+    assert record.runs == [
+        TokenRun(PromptOutcome.LOCAL, CHUNK_TOKENS),
+        TokenRun(PromptOutcome.HOST, 2 * CHUNK_TOKENS),
+        TokenRun(PromptOutcome.STORE, 3 * CHUNK_TOKENS),
+        TokenRun(PromptOutcome.PLANNER, CACHED),
+        TokenRun(PromptOutcome.TAIL, len(PROMPT)),
+    ]
+    assert record.missed_token == 3 * CHUNK_TOKENS
+    assert record.missed_reason is PromptOutcome.PLANNER
+
+
+@pytest.mark.parametrize(("gone", "reason"), [(0, "new"), (GONE_EVICTED, "evicted")])
+def test_the_record_says_why_the_first_chunk_was_missed(
+    engine: Engine, gone: int, reason: str
+) -> None:
+    """With both reasons in it, the sums do not tell."""
+    seen(engine)
+    chain = chain_of(engine, PROMPT)
+    engine.sidecar.evict(chain.keys[1], gone)
+    engine.sidecar.evict(chain.keys[2], GONE_EVICTED - gone)
+    outcomes(engine, prompt())
+    record = records(engine)[-1]
+    assert {"new", "evicted"} <= set(record.tokens)
+    assert (record.missed, record.missed_token) == (chain.keys[1], CHUNK_TOKENS)
+    assert record.missed_reason == reason
+
+
+def test_a_chunk_that_the_engine_has_the_beginning_of(engine: Engine) -> None:
+    """What was missed begins where the engine's own cache ends, in the middle of the chunk."""
+    begins = CHUNK_TOKENS + BLOCK_TOKENS
+    engine.run(request_of("beginning", PROMPT[: begins + 1], max_tokens=1))
+    chain = chain_of(engine, PROMPT)
+    engine.sidecar.evict(chain.keys[0], 0)
+    found = outcomes(engine, prompt())
+    record = records(engine)[-1]
+    assert (found["local"], record.missed) == (begins, chain.keys[1])
+    assert (record.missed_token, record.missed_reason) == (begins, "new")
+
+
+def test_the_record_of_a_read_that_was_late(engine: Engine) -> None:
+    demoted(engine)
+    request = engine.add(prompt())
+    engine.clock.now += 0.62
+    engine.sidecar.receive()
+    engine.sidecar.answer(engine.sidecar.lookups[0], ready=0, outcome=Outcome.EXPIRED)
+    outcomes(engine, request)
+    record = records(engine)[-1]
+    limit_us = 1000 * LIMITS.lookup_wait_ms_max
+    assert (record.late_us, record.late_limit_us) == (620_000, limit_us)
+
+
+def test_the_record_of_an_answer_that_did_not_come(engine: Engine) -> None:
+    demoted(engine)
+    request = engine.add(prompt())
+    engine.clock.now += LIMITS.lookup_wait_ms_max / 1000 + 0.25
+    engine.sidecar.receive()
+    engine.sidecar.lookups.clear()
+    outcomes(engine, request)
+    record = records(engine)[-1]
+    limit_us = 1000 * LIMITS.lookup_wait_ms_max
+    assert (record.late_us, record.late_limit_us) == (limit_us + 250_000, limit_us)
+
+
+def test_the_record_of_another_engine_that_was_late(engine: Engine) -> None:
+    request = engine.add(prompt(expect_tokens=CACHED, wait_seconds=1))
+    engine.step()
+    engine.clock.now += 2
+    outcomes(engine, request)
+    record = records(engine)[-1]
+    assert (record.late_us, record.late_limit_us) == (2_000_000, 1_000_000)
+    assert record.missed_reason is PromptOutcome.LATE
+
+
+def test_a_wait_that_made_nothing_late_has_no_limit(engine: Engine) -> None:
+    demoted(engine)
+    request = engine.add(prompt())
+    engine.clock.now += 0.1
+    outcomes(engine, request)
+    assert records(engine)[-1].late_limit_us == 0
 
 
 def test_no_record_without_a_sidecar(engine: Engine) -> None:

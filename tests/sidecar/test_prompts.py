@@ -11,15 +11,19 @@ import pytest
 
 from sidecar.cli.explain import render
 from sidecar.observe.benefit import MEANINGS
+from sidecar.observe.prompts import PromptDocuments
 from sidecar.protocol.codec import ProtocolError, decode_client, encode
 from sidecar.protocol.prompts import (
     COUNT_MAX,
     LOADED,
     PROMPTS_PER_MESSAGE_MAX,
+    RUNS_MAX,
     PromptOutcome,
     PromptRecord,
     Prompts,
+    TokenRun,
 )
+from sidecar.service.dispatcher import Dispatcher
 from sidecar.service.prompts import PromptLog
 from sidecar.sessions.session import Session
 
@@ -86,6 +90,8 @@ def test_seconds_are_saved_and_spent() -> None:
         (["r", {"host": COUNT_MAX + 1}], "int"),
         (["r", {"host": 1}, bytes(33)], "length"),
         (["r", {"host": 1}, b"", 0, float("nan")], "int"),
+        (["r", {}, b"", 0, 0, 0, 0, 0, "nonsense"], "nonsense"),
+        (["r", {}, b"", 0, 0, 0, 0, 0, None, 0, 0, [["new", 1]] * (RUNS_MAX + 1)], "length"),
     ],
 )
 def test_a_report_that_is_refused(prompt: Any, field: str) -> None:
@@ -118,6 +124,7 @@ def test_a_prompt_as_text() -> None:
                     "tokens": {"host": 3072, "evicted": 960, "tail": 64},
                     "missed": "5f" * 16,
                     "missed_token": 3072,
+                    "missed_reason": "evicted",
                     "missed_gone_seconds": 41.2,
                     "lookup_ms": 0.06,
                     "read_ms": 0.0,
@@ -130,7 +137,67 @@ def test_a_prompt_as_text() -> None:
     assert first.splitlines()[0] == "cmpl-1  4,096 tokens, 1m15s ago, llama on e1"
     assert "3,072   75%" in first
     assert "960     23%  computed: they had left host memory" in first
-    assert "begins at token 3,072" in first
-    assert "left the cache 41s before" in first
+    assert "was not loaded, from token 3,072 on: evicted 41s before (chunk 5f5f" in first
     assert second.startswith("second  7 tokens, 1s ago, ? on ?")
     assert render({"prompts": []}) == "no prompt was reported yet"
+
+
+def as_text(**fields: Any) -> list[str]:
+    return render({"prompts": [{"request_id": "r", **fields}]}).splitlines()
+
+
+def test_the_tokens_of_a_prompt_in_their_order() -> None:
+    runs = [("local", 1536), ("host", 3072), ("evicted", 4032), ("new", 4096)]
+    lines = as_text(
+        tokens={"local": 1536, "host": 1536, "evicted": 960, "new": 64},
+        runs=[{"outcome": outcome, "end_tokens": end} for outcome, end in runs],
+    )
+    assert [line.split()[:4] for line in lines[1:6]] == [
+        ["FROM", "TO"],
+        ["0", "1,536", "38%", "local"],
+        ["1,536", "3,072", "38%", "host"],
+        ["3,072", "4,032", "23%", "evicted"],
+        ["4,032", "4,096", "2%", "new"],
+    ]
+    assert "TOKENS" not in "\n".join(lines)
+
+
+def test_a_prompt_of_more_runs_than_are_reported() -> None:
+    lines = as_text(
+        tokens={"local": 64, "new": 100, "tail": 4},
+        runs=[{"outcome": "local", "end_tokens": 64}],
+    )
+    assert lines[3].split()[:2] == ["64", "168"]
+    assert "more runs than are reported" in lines[3]
+    assert lines[4].startswith("TOKENS")
+    assert lines[6].split()[0] == "100"
+
+
+def test_a_wait_that_was_too_long() -> None:
+    late = {"tokens": {"late": 640}, "late_limit_ms": 500.0}
+    assert "late: 620 of 500 ms" in as_text(**late, late_ms=620.4)
+    (line,) = [one for one in as_text(**late, late_ms=210.0) if one.startswith("late")]
+    assert line.startswith("late: 210 of 500 ms; the sidecar ended the wait: computing")
+
+
+def test_the_document_of_a_record() -> None:
+    log = PromptLog(1)
+    late = PromptOutcome.LATE
+    report(
+        log,
+        PromptRecord(
+            "r",
+            {late: 64},
+            bytes(32),
+            missed_reason=late,
+            late_us=620_000,
+            late_limit_us=500_000,
+            runs=[TokenRun(late, 64)],
+        ),
+    )
+    documents = PromptDocuments(cast("Dispatcher", SimpleNamespace(prompts=log)))
+    (found,) = documents.document(1)["prompts"]
+    assert found["runs"] == [{"end_tokens": 64, "outcome": "late"}]
+    assert (found["missed_token"], found["missed_reason"]) == (0, "late")
+    assert (found["late_ms"], found["late_limit_ms"]) == (620.0, 500.0)
+    assert "late: 620 of 500 ms" in render({"prompts": [found]})
