@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from sidecar.service.prompts import Seconds
 
 THRASHING: Final = 4
-"""Host memory is too small if it has no hit, and one token in this many was evicted too early."""
+"""Host memory is too small if one token in this many was evicted too early, and hits are rare."""
+RARE_HITS: Final = 0.01
+"""Part of the tokens that host memory had, below which hits are rare."""
+SENTENCES_OVER: Final = ("1min", "1h")
 WINDOWS: Final = {"10s": (10.0, "10 seconds"), "1min": (60.0, "minute"), "1h": (3600.0, "hour")}
 """Seconds and words for each, shortest first."""
 _COMPUTED: Final = "computed: "
@@ -57,8 +60,11 @@ def meaning_of_loss(outcome: str) -> str:
 def sentences(
     windows: Mapping[str, "Window"], seconds: "Seconds", settings: "GpuSettings"
 ) -> list[str]:
-    """Over the shortest window with prompts, what was hit and lost, and why; then what it saved."""
-    name = next((name for name, window in windows.items() if window.tokens), None)
+    """Over the last minute, what was hit and lost, and why; then what it saved.
+
+    Without prompts in it, over the last hour.
+    """
+    name = next((name for name in SENTENCES_OVER if windows[name].tokens), None)
     if name is None:
         return ["no prompt in the last hour"]
     tokens, share = windows[name].tokens, windows[name].hit_share
@@ -73,11 +79,11 @@ def sentences(
         most = max(lost, key=lambda one: lost[one])
         share = 100 * lost[most] / total
         lines.append(f"{share:.0f}% were computed because of {most}: {meaning_of_loss(most)}")
-    evicted = tokens[PromptOutcome.EVICTED]
-    if evicted * THRASHING > total and not tokens[PromptOutcome.HOST]:
+    evicted, hits = windows[name].chunks_evicted, tokens[PromptOutcome.HOST] / total
+    if evicted and hits < RARE_HITS and tokens[PromptOutcome.EVICTED] * THRASHING > total:
         lines.append(
-            f"host hit rate 0%; {evicted:,} tokens were evicted before reuse: host.size is too "
-            "small"
+            f"host hit rate {round(100 * hits, 1):g}%; {evicted:,} chunks evicted before reuse: "
+            "host.size is too small"
         )
     return [*lines, _saved(seconds, settings)]
 

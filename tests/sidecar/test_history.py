@@ -108,10 +108,56 @@ def test_the_share_of_hits_leaves_out_what_no_cache_can_have() -> None:
     assert share(tail=50, local=30, new=10) == pytest.approx(0.75)
 
 
+def window(chunks_evicted: int = 0, **tokens: int) -> Window:
+    counts = Counter({PromptOutcome(name): count for name, count in tokens.items()})
+    return Window(10.0, 1, counts, 0.0, {}, chunks_evicted)
+
+
+def said(minute: Window, hour: Window, seconds: Seconds | None = None) -> list[str]:
+    """The sentences; what came in the last seconds is of no matter to them."""
+    windows = {"10s": window(local=7), "1min": minute, "1h": hour}
+    return sentences(windows, seconds or Seconds(), GpuSettings())
+
+
+def test_the_sentences_are_over_the_last_minute_that_had_prompts() -> None:
+    hour = window(new=100, host=100)
+    assert said(window(new=100), hour)[0].startswith(
+        "0% of 100 cacheable prompt tokens in the last minute were not computed"
+    )
+    assert said(window(), hour)[0].startswith(
+        "50% of 200 cacheable prompt tokens in the last hour were not computed"
+    )
+    assert said(window(), window()) == ["no prompt in the last hour"]
+    assert said(window(tail=3), hour) == [
+        "no prompt of the last minute was long enough to be cached"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("host", "evicted", "chunks", "line"),
+    [
+        (0, 153_600, 300, "host hit rate 0%; 300 chunks evicted before reuse: host.size is too "),
+        (64, 153_600, 1234, "host hit rate 0%; 1,234 chunks evicted before reuse: host.size is "),
+        (900, 99_100, 300, "host hit rate 0.9%; 300 chunks evicted before reuse: host.size is "),
+        (1000, 99_000, 300, ""),
+        (0, 153_600, 0, ""),
+    ],
+)
+def test_host_memory_that_is_too_small(host: int, evicted: int, chunks: int, line: str) -> None:
+    minute = window(chunks, host=host, evicted=evicted)
+    found = [one for one in said(minute, minute) if "before reuse" in one]
+    assert len(found) == bool(line)
+    assert "".join(found).startswith(line)
+
+
+def test_few_tokens_that_were_evicted_do_not_make_it_too_small() -> None:
+    minute = window(300, new=800, evicted=200)
+    assert "before reuse" not in "".join(said(minute, minute))
+
+
 def test_a_cache_that_costs_time_says_so() -> None:
     seconds = Seconds(saved=1.0, spent=4.0, gpu_saved=2.0, gpu_spent=8.0)
-    tokens = Counter({PromptOutcome.NEW: 100, PromptOutcome.TAIL: 5})
-    window = Window(10.0, 1, tokens, 0.0, {}, 0)
-    first, *_, last = sentences({"10s": window}, seconds, GpuSettings())
-    assert first.startswith("0% of 100 cacheable prompt tokens in the last 10 seconds")
+    minute = window(new=100, tail=5)
+    first, *_, last = said(minute, minute, seconds)
+    assert first.startswith("0% of 100 cacheable prompt tokens in the last minute")
     assert last.startswith("since the start lookups and loads took 3.0 s more than they saved: ")
