@@ -24,6 +24,8 @@ from sidecar.observe.benefit import MEANINGS
 from sidecar.sessions.model_names import printable
 
 TOKENS_MAX: Final = 1 << 20
+PROMPTS_MAX: Final = 1000
+"""As in `observe/prompts.py`, where a document has no more."""
 ANSWER_BYTES_MAX: Final = 16 << 20
 SAID_CHARACTERS_MAX: Final = 400
 NOT_FOR_TOKENS: Final = ("stream", "stream_options", "max_tokens", "max_completion_tokens")
@@ -39,7 +41,7 @@ def main(options: Options) -> None:
         _record(options)
         return
     if options.prompt:
-        if options.request_id:
+        if options.request_id is not None:
             raise CommandError("give either --prompt or REQUEST_ID, not both")
         question = read_question(options.prompt, options.engine, options.timeout)
         document = client_of(options).get("/match", question)
@@ -47,8 +49,15 @@ def main(options: Options) -> None:
             raise NoAnswer("the sidecar answered something else; restart it with this release")
         show(document, render_match, as_json=options.json)
         return
+    if not 1 <= options.last <= PROMPTS_MAX:
+        raise CommandError(f"--last {options.last}: give a number from 1 to {PROMPTS_MAX:,}")
     query = {"last": str(options.last)}
-    if options.request_id:
+    if options.request_id is not None:
+        if not options.request_id:
+            raise CommandError(
+                "REQUEST_ID '': it is empty; give vLLM's id of a request, or leave it out for the "
+                "last prompt"
+            )
         query["request"] = options.request_id
     document = get_list(client_of(options), "/prompts", "prompts", **query)
     if options.request_id and not document["prompts"]:

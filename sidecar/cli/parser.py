@@ -11,9 +11,11 @@ import math
 import re
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeAlias
+from urllib.parse import urlsplit
 
 from sidecar import version
 
+PORT_MAX: Final = 65_535
 _DESCRIPTION: Final = """\
 kvlake keeps vLLM's KV cache in host memory and in object stores, so that a prompt prefix that was
 computed once is not computed again, by any engine that reaches the same sidecar or bucket.
@@ -157,7 +159,7 @@ def _add_node_commands(commands: _Commands) -> None:
         parents=[_JSON],
     )
     explain.add_argument(
-        "request_id", nargs="?", default="", metavar="REQUEST_ID", help="vLLM's id of a request"
+        "request_id", nargs="?", metavar="REQUEST_ID", help="vLLM's id of a request"
     )
     explain.add_argument(
         "--prompt",
@@ -173,7 +175,11 @@ def _add_node_commands(commands: _Commands) -> None:
         help="with --prompt: the vLLM server that makes tokens of text (default: %(default)s)",
     )
     explain.add_argument(
-        "--last", type=_count, default=1, metavar="N", help="how many prompts (default: 1)"
+        "--last",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="how many prompts, at most 1000 (default: 1)",
     )
     where = explain.add_mutually_exclusive_group()
     where.add_argument("--config", type=Path, metavar="FILE", help=_CONFIG_HELP)
@@ -413,4 +419,13 @@ def _count(text: str) -> int:
 def _address(text: str) -> str:
     if not re.match(r"https?://[^/]", text):
         raise argparse.ArgumentTypeError(f"{text!r} is no address; write http://HOST:PORT")
+    try:
+        wrong = "port 0" if urlsplit(text).port == 0 else ""
+    except ValueError as error:
+        # Also of brackets without an IPv6 address in them.
+        wrong = str(error)
+    if wrong:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no address: {wrong}; write http://HOST:PORT, PORT from 1 to {PORT_MAX}"
+        )
     return text

@@ -297,10 +297,9 @@ async def _host_chunks(documents: Documents, request: web.Request) -> web.Respon
 
 async def _prompts(documents: Documents, request: web.Request) -> web.Response:
     last = request.query.get("last", str(PROMPTS_SHOWN))
-    if not re.fullmatch(r"[0-9]{1,6}", last):
-        raise QueryError(f"last={last[:64]!r}: a number of prompts, such as 20")
-    count = min(int(last), PROMPTS_MAX)
-    found = documents.prompts.document(count, request.query.get("request", ""))
+    if not re.fullmatch(r"[0-9]{1,6}", last) or int(last) > PROMPTS_MAX:
+        raise QueryError(f"last={last[:64]!r}: a number of prompts up to {PROMPTS_MAX}, such as 20")
+    found = documents.prompts.document(int(last), request.query.get("request", ""))
     return _json(found, indent=None)
 
 

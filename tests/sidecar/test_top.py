@@ -17,6 +17,7 @@ from sidecar.cli.client import SidecarClient
 from sidecar.cli.console import CommandError, NoAnswer, Options
 from sidecar.cli.fleet import Fleet, Seen, _order, targets
 from sidecar.cli.top import View, _as_text
+from sidecar.observe.prompts import PROMPTS_MAX
 from tests.sidecar.client import RunningSidecar
 from tests.sidecar.prompt_records import reporting_sidecar, standing_in
 
@@ -76,17 +77,21 @@ def test_a_request_is_explained(
     assert main(["explain", "cmpl-1", *url]) == 0
     out = capsys.readouterr().out
     assert "200     25%  computed: they had left host memory" in out
-    assert "begins at token 600" in out
+    assert "was not loaded, from token 600 on" in out
     assert main(["explain", "--last", "5", "--json", *url]) == 0
     shown = json.loads(capsys.readouterr().out)["prompts"]
     assert [one["request_id"] for one in shown] == ["cmpl-2", "cmpl-1"]
     assert main(["explain", "nobody", *url]) == 1
     assert "limits.prompts_kept" in capsys.readouterr().err
+    assert main(["explain", "", *url]) == 2
+    assert "REQUEST_ID '': it is empty; give vLLM's id" in capsys.readouterr().err
+    assert main(["explain", "--last", str(PROMPTS_MAX), *url]) == 0
 
 
 def test_the_address_refuses_a_query_that_it_does_not_understand(sidecar: RunningSidecar) -> None:
-    with pytest.raises(OSError, match="400"):
-        sidecar.get("/prompts?last=many")
+    for last in ("many", PROMPTS_MAX + 1):
+        with pytest.raises(OSError, match="400"):
+            sidecar.get(f"/prompts?last={last}")
 
 
 def test_one_picture_of_one_sidecar(
