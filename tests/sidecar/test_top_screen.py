@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import copy
 import fcntl
 import json
@@ -53,6 +54,8 @@ class Terminal:
             command, stdin=slave, stdout=slave, stderr=slave, env=environment
         )
         self._read = ""
+        # A character may arrive in two parts.
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
 
     def until(self, text: str) -> str:
         """What was drawn until this text was, from the last time on."""
@@ -60,7 +63,7 @@ class Terminal:
         while text not in CONTROL.sub("", self._read):
             assert time.monotonic() < deadline, self._read
             if select.select([self._master], [], [], 0.1)[0]:
-                self._read += os.read(self._master, 65536).decode(errors="replace")
+                self._read += self._decoder.decode(os.read(self._master, 65536))
         shown, self._read = self._read, ""
         return shown
 
@@ -105,8 +108,11 @@ def picture(status: dict[str, Any]) -> list[str]:
         terminal.close()
         server.shutdown()
         server.server_close()
-    text = shown.rpartition("\x1b[H")[2].replace(url, "http://127.0.0.1:9400")
-    return [line.rstrip() for line in CONTROL.sub("", text).rstrip().splitlines()]
+    # The next may have begun.
+    pictures = [CONTROL.sub("", one) for one in shown.split("\x1b[H")]
+    whole = next(one for one in reversed(pictures) if FOOTER in one)
+    text = whole.replace(url, "http://127.0.0.1:9400").rstrip()
+    return [line.rstrip() for line in text.splitlines()]
 
 
 def test_a_whole_picture(sidecar: RunningSidecar) -> None:
