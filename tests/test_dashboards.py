@@ -64,6 +64,22 @@ def test_the_files_are_as_generated() -> None:
         )
 
 
+def test_savings_may_be_below_zero_and_nothing_else() -> None:
+    """A cache that costs time must not look like one that saves none."""
+    drawn = [
+        (panel["title"], panel["fieldConfig"]["defaults"].get("min"))
+        for path in FOLDER.glob("*.json")
+        for panel in json.loads(path.read_text())["panels"]
+    ]
+    assert sorted(title for title, lowest in drawn if lowest != 0) == [
+        "GPU seconds saved and spent per second",
+        "GPU seconds saved per second",
+    ]
+    nets = [query for _, title, query in panels() if "saved" in title and " - " in query]
+    recorded = [query for _, _, query in panels() if "kvlake:gpu_seconds_saved" in query]
+    assert (len(nets), len(recorded)) == (1, 1)
+
+
 def test_every_metric_is_known() -> None:
     endings = (
         (GAUGES, ("",)),

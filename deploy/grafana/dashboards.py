@@ -27,6 +27,8 @@ class Panel(NamedTuple):
     queries: dict[str, str]
     about: str = ""
     stacked: bool = False
+    signed: bool = False
+    """Whether values may be below 0; otherwise its axis begins there."""
     columns: int = 12
 
 
@@ -73,7 +75,8 @@ FLEET: Final = Dashboard(
             "none",
             {"all nodes": "sum (kvlake:gpu_seconds_saved:rate5m)"},
             "Computing what was loaded would have taken these, less lookups and loads. At 10, ten"
-            " more GPUs would be needed without the cache.",
+            " more GPUs would be needed without the cache; below 0, the cache costs time.",
+            signed=True,
         ),
         Panel(
             "Why tokens were computed",
@@ -134,7 +137,14 @@ NODE_PAGE: Final = Dashboard(
             {
                 "saved": rates("kvlake_gpu_seconds_saved_total"),
                 "spent": rates("kvlake_gpu_seconds_spent_total"),
+                "saved less spent": (
+                    rates("kvlake_gpu_seconds_saved_total")
+                    + " - "
+                    + rates("kvlake_gpu_seconds_spent_total")
+                ),
             },
+            "Where more is spent than saved, the cache costs time.",
+            signed=True,
         ),
         Panel(
             "Host memory",
@@ -334,6 +344,7 @@ def _variables(*, by_node: bool) -> list[dict[str, Any]]:
 
 def _panel(number: int, panel: Panel) -> dict[str, Any]:
     per_row = WIDTH // panel.columns
+    lowest = {} if panel.signed else {"min": 0}
     custom = {"fillOpacity": 15, "showPoints": "never"}
     if panel.stacked:
         custom |= {"stacking": {"mode": "normal", "group": "A"}, "fillOpacity": 50}
@@ -350,7 +361,7 @@ def _panel(number: int, panel: Panel) -> dict[str, Any]:
             "h": HEIGHT,
         },
         "fieldConfig": {
-            "defaults": {"unit": panel.unit, "min": 0, "custom": custom},
+            "defaults": {"unit": panel.unit, **lowest, "custom": custom},
             "overrides": [],
         },
         "options": {"legend": {"displayMode": "list", "placement": "bottom"}},
