@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from sidecar.cli import main
 from sidecar.config.model import ConfigError, loads, show
 from sidecar.core.commands import Gather, Read, StoreOutcome, Write
 from sidecar.core.outbox import WritePolicy
 from sidecar.core.tenants import Quota, TenantRules, Tenants
-from sidecar.protocol import Outcome, Role, StoreJob, tenant_id
+from sidecar.protocol import Lookup, Outcome, Release, Role, StoreJob, tenant_id
 from tests.sidecar.client import RunningSidecar, Scheduler, Worker, config_in, key_of
 from tests.sidecar.engine_answers import messages, only
 from tests.sidecar.engine_names import RANK_0, key, layout
@@ -22,6 +25,8 @@ from tests.sidecar.worlds import make_world
 SALT = "s3cret-of-team-a"
 A, B = tenant_id(SALT), tenant_id("another")
 SLOT = layout(0).payload_bytes(2)
+TENANTS = 10_000
+TENANTS_TOGETHER = 50
 
 
 def world_of(**quotas: int | None) -> World:
@@ -250,3 +255,50 @@ def test_named_tenants_in_status_and_metrics(short_directory: Path) -> None:
         everything = page + json.dumps(sidecar.status())
         assert SALT not in everything
         assert B.hex() not in everything, "an unnamed tenant got a label"
+
+
+def series(sidecar: RunningSidecar) -> set[tuple[str, ...]]:
+    """Names and labels of everything that /metrics exports."""
+    text = sidecar.get("/metrics").decode()
+    return {
+        (sample.name, *itertools.chain(*sorted(sample.labels.items())))
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_ten_thousand_tenants_add_no_series(short_directory: Path) -> None:
+    named = {"named": {"team-a": {"salt": SALT}}}
+    store = {"url": f"file://{short_directory}/bucket"}
+    with (
+        RunningSidecar(config_in(short_directory, tenants=named, store=store)) as sidecar,
+        Worker(sidecar.path) as worker,
+        Scheduler(sidecar.path) as scheduler,
+    ):
+        numbers = itertools.count(1)
+
+        def use(tenants: Sequence[bytes]) -> None:
+            """Each stores a chunk, looks it up, and pins it to load it."""
+            chunks = [worker.chunk(key_of(one), [0], tenant=one) for one in tenants]
+            worker.submit(stores=[StoreJob(job := next(numbers), chunks)])
+            assert worker.outcome(job) is Outcome.OK
+            for chunk in chunks:
+                # Only the last answer is waited for: they come in order.
+                last = next(numbers)
+                scheduler.send(Lookup(scheduler.epoch, last, [chunk.key], 60_000, chunk.tenant))
+                scheduler.lease(last, [chunk.key], tenant=chunk.tenant)
+                scheduler.send(Release(scheduler.epoch, [last], [last]))
+            scheduler.lookup(next(numbers), [])
+
+        for tenant in (b"", A, B):
+            use([tenant])
+        before = series(sidecar)
+        tenants = [tenant_id(f"salt of {number}") for number in range(TENANTS)]
+        for first in range(0, TENANTS, TENANTS_TOGETHER):
+            use(tenants[first : first + TENANTS_TOGETHER])
+        other = next(one for one in sidecar.status()["tenants"] if one["name"] == "other")
+        assert other["chunks_stored"] == other["lookups"] == TENANTS + 1
+        after = series(sidecar)
+    assert after == before
+    labels = {labels[labels.index("tenant") + 1] for _, *labels in after if "tenant" in labels}
+    assert labels == {"unsalted", "team-a", "other"}
