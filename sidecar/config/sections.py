@@ -43,6 +43,9 @@ OVERFLOW_UID: Final = 65_534
 PREFAULT_THREADS_MAX: Final = 8
 """Clearing pages is bound by memory bandwidth, and an engine starts beside the sidecar."""
 
+HISTORY_SECONDS_MIN: Final = 60.0
+CURVE_KEYS_MIN: Final = 1024
+
 PublicKey = Annotated[
     str,
     matching(
@@ -221,13 +224,31 @@ class LimitsSettings(Section):
     realms_max: Count = Field(default=256, ge=GROUPS_MAX, le=65_536)
     """Namespaces and topologies at a time; new ones replace unused ones."""
     gone_keys_max: Count = Field(default=32_768, ge=0, le=1_000_000)
-    """Chunks remembered after they left the cache, so that engines know why they miss."""
-    prompts_kept: Count = Field(default=1000, ge=1, le=100_000)
-    """Prompts that `kvlake explain` can show."""
-    transfers_kept: Count = Field(default=2000, ge=1, le=100_000)
-    """Transfers that /transfers can show."""
+    """Chunks remembered after they left the cache, so that engines know why they miss. 0: none."""
+    prompts_kept: Count = Field(default=1000, ge=0, le=100_000)
+    """Prompts that `kvlake explain` can show. 0: none."""
+    transfers_kept: Count = Field(default=2000, ge=0, le=100_000)
+    """Transfers that /transfers can show. 0: none."""
+    curve_keys_max: Count = Field(default=8192, ge=0, le=1_000_000)
+    """Chunks whose uses tell what another `host.size` would bring. 0: it is not estimated."""
+    history_seconds: Duration = Field(default=3600.0, ge=0, le=7200)
+    """How far /history goes back, at least a minute. 0: there is none."""
     drain_seconds_max: Duration = Field(default=30.0, le=3600)
     """Longest that a stopping sidecar writes to the object store."""
+
+    @model_validator(mode="after")
+    def _enough(self) -> "LimitsSettings":
+        if 0 < self.history_seconds < HISTORY_SECONDS_MIN:
+            raise ValueError(
+                f"history_seconds={format_duration(self.history_seconds)} is less than the minute "
+                "that `kvlake status` shows; give 60s or more, or 0 to keep no history"
+            )
+        if 0 < self.curve_keys_max < CURVE_KEYS_MIN:
+            raise ValueError(
+                f"curve_keys_max={self.curve_keys_max} is too few for an estimate; give "
+                f"{CURVE_KEYS_MIN} or more, or 0 for none"
+            )
+        return self
 
     @model_validator(mode="after")
     def _ordered(self) -> "LimitsSettings":

@@ -116,6 +116,7 @@ class Engine:
             self.counters,
             tenants,
             writes_all=limits.write in (WritePolicy.THROUGH, WritePolicy.ON_EVICT),
+            curve_keys_max=limits.curve_keys_max,
         )
         emit = self._outbox.emit
         parts = CoreParts(epoch, limits, directory, host, self.counters, tenants, shares, emit)

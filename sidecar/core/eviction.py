@@ -27,11 +27,13 @@ MEMORY_FACTORS: Final = (0.5, 1.0, 2.0, 4.0)
 class EvictionOrders:
     """Chunks in the orders of eviction. One that a session keeps is in none."""
 
-    def __init__(self, directory: Directory, policy: Policy, tenants: Tenants) -> None:
+    def __init__(
+        self, directory: Directory, policy: Policy, tenants: Tenants, curve_keys_max: int
+    ) -> None:
         self._directory = directory
         self._policy = policy
         self._tenants = tenants
-        self.curve = HitCurve(CHUNKS_EXPECTED)
+        self.curve = HitCurve(CHUNKS_EXPECTED, curve_keys_max) if curve_keys_max else None
         """Which part of the uses an LRU in memory of another size would serve."""
 
     def use(self, realms: Sequence[Realm], message: Use) -> list[Chunk]:
@@ -53,15 +55,17 @@ class EvictionOrders:
             if own is not None:
                 own.use(names[-1:], 0)
         self._policy.use(names, message.num_tokens)
-        self.curve.use(message.keys, earlier)
+        if self.curve is not None:
+            self.curve.use(message.keys, earlier)
         return known
 
     def expected_hit_ratios(self, capacity: float) -> dict[float, float]:
         """Which part of the uses an LRU would serve, by multiple of a memory of `capacity` chunks.
 
-        Empty until there were as many uses: a memory that was not filled says nothing.
+        Empty until there were as many uses: a memory that was not filled says nothing. Empty too if
+        no keys are kept for it.
         """
-        if not 0 < capacity <= self.curve.uses:
+        if self.curve is None or not 0 < capacity <= self.curve.uses:
             return {}
         self.curve.resize(int(capacity))
         ratios = self.curve.ratios([capacity * factor for factor in MEMORY_FACTORS])

@@ -78,11 +78,12 @@ class HostTier:
         tenants: Tenants,
         *,
         writes_all: bool = False,
+        curve_keys_max: int = 0,
     ) -> None:
         self._writes_all = writes_all
         self._directory = directory
         self.slots = slots
-        self.orders = EvictionOrders(directory, policy, tenants)
+        self.orders = EvictionOrders(directory, policy, tenants, curve_keys_max)
         self._counters = counters
         self._tenants = tenants
         self.now = 0.0

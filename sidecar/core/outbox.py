@@ -50,6 +50,8 @@ class EngineLimits:
     store_reads: bool
     gone_keys_max: int = 0
     """Chunks that are remembered after they left the cache, or were not let in."""
+    curve_keys_max: int = 8192
+    """Chunks that tell what memory of another size would bring; 0: nothing does."""
     reads_begun_max: int = 1 << 30
     """Reads that one event starts; the others get turns of their own."""
     adopted_max: int = 1 << 30

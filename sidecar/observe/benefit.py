@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 from sidecar.protocol.prompts import LOADED, PromptOutcome
-from tiers.sizes import approximate_size
+from tiers.sizes import approximate_size, format_duration
 
 if TYPE_CHECKING:
     # Commands need the words, not the sidecar.
@@ -66,12 +66,12 @@ def sentences(
     """
     name = next((name for name in SENTENCES_OVER if windows[name].tokens), None)
     if name is None:
-        return ["no prompt in the last hour"]
+        return [f"no prompt in the last {_words('1h', windows['1h'])}"]
     tokens, share = windows[name].tokens, windows[name].hit_share
     total = tokens.total() - tokens[PromptOutcome.TAIL]
     if share is None:
-        return [f"no prompt of the last {WINDOWS[name][1]} was long enough to be cached"]
-    over = f"of {total:,} cacheable prompt tokens in the last {WINDOWS[name][1]}"
+        return [f"no prompt of the last {_words(name, windows[name])} was long enough to be cached"]
+    over = f"of {total:,} cacheable prompt tokens in the last {_words(name, windows[name])}"
     sources = ", ".join(f"{one} {100 * tokens[one] / total:.0f}%" for one in LOADED)
     lines = [f"{100 * share:.0f}% {over} were not computed ({sources})"]
     lost = {one: n for one, n in tokens.items() if one not in (*LOADED, PromptOutcome.TAIL)}
@@ -86,6 +86,11 @@ def sentences(
             "host.size is too small"
         )
     return [*lines, _saved(seconds, settings)]
+
+
+def _words(name: str, window: "Window") -> str:
+    """How long a window is; a `cut` one is shorter than its name says."""
+    return format_duration(round(window.seconds)) if window.cut else WINDOWS[name][1]
 
 
 def what_if(ratios: Mapping[str, float], size_bytes: int) -> str:

@@ -1,12 +1,13 @@
-"""The main figures over the last hour: sums, sampled every few seconds, in fixed memory.
+"""The main figures over time: sums, sampled every few seconds, in fixed memory.
 
 Owns the samples, the sums over a time, and the document of /history. Does not own the figures.
 """
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
@@ -14,8 +15,8 @@ from sidecar.protocol.prompts import LOADED, PromptOutcome
 from sidecar.service.dispatcher import Dispatcher
 
 SAMPLE_SECONDS: Final = 5.0
-HISTORY_SECONDS: Final = 3600.0
-SAMPLES_MAX: Final = 1 + round(HISTORY_SECONDS / SAMPLE_SECONDS)
+SECONDS_MIN: Final = 60.0
+"""Kept in any case, for the rates of the last minute."""
 DIRECTIONS: Final = ("stored", "loaded", "written", "read")
 
 Document = dict[str, Any]
@@ -65,6 +66,8 @@ class Window:
     gpu_seconds: float
     num_bytes: dict[str, int]
     chunks_evicted: int
+    cut: bool = False
+    """Whether it is shorter than was asked for because no more is kept."""
 
     @property
     def hit_share(self) -> float | None:
@@ -80,14 +83,21 @@ class Window:
 
 
 class FigureHistory:
-    """Samples of the last hour."""
+    """Samples of the last `seconds`; 0: of a minute, and the document has none of them."""
 
     def __init__(
-        self, figures: Callable[[], Figures], clock: Callable[[], float] = time.monotonic
+        self,
+        figures: Callable[[], Figures],
+        seconds: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._figures = figures
+        self._seconds = seconds
         self._clock = clock
-        self._samples = deque([(clock(), figures())], maxlen=SAMPLES_MAX)
+        samples_max = 1 + math.ceil(max(seconds, SECONDS_MIN) / SAMPLE_SECONDS)
+        self._samples = deque([(clock(), figures())], maxlen=samples_max)
+        self._forgot = False
+        """Whether what was before the first sample is lost, and not only before the start."""
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -96,23 +106,29 @@ class FigureHistory:
         """Take a sample if the last one is `SAMPLE_SECONDS` old."""
         now = self._clock()
         if now - self._samples[-1][0] >= SAMPLE_SECONDS:
+            self._forgot |= len(self._samples) == self._samples.maxlen
             self._samples.append((now, self._figures()))
 
     def over_last(self, seconds: float) -> Window:
-        """The sums of the last `seconds`, or up to a sample more; less after a start."""
+        """The sums of the last `seconds`, or up to a sample more.
+
+        Less after a start, and where less is kept: then the window is `cut`.
+        """
         now = self._clock()
-        before = next(
-            (one for one in reversed(self._samples) if now - one[0] >= seconds), self._samples[0]
-        )
-        return _between(before, (now, self._figures()))
+        before = next((one for one in reversed(self._samples) if now - one[0] >= seconds), None)
+        if before is not None:
+            return _between(before, (now, self._figures()))
+        window = _between(self._samples[0], (now, self._figures()))
+        return replace(window, cut=self._forgot)
 
     def document(self) -> Document:
         """Columns with a row for each time between two samples, oldest first."""
-        samples = list(self._samples)
+        samples = list(self._samples) if self._seconds else []
         now = self._clock()
         rows = [_between(*pair) for pair in pairwise(samples)]
         outcomes = [name for name in PromptOutcome if any(row.tokens[name] for row in rows)]
         return {
+            "kept_seconds": self._seconds,
             "seconds_ago": [round(now - at, 1) for at, _ in samples[1:]],
             "seconds": [round(row.seconds, 1) for row in rows],
             "prompts": [row.prompts for row in rows],

@@ -34,6 +34,7 @@ from sidecar.errors import StartError
 from sidecar.observe import page
 from sidecar.observe.host_contents import HostContents, QueryError, parse_query
 from sidecar.observe.metrics import SidecarMetrics
+from sidecar.observe.off import switched_off
 from sidecar.observe.prompt_match import BODY_BYTES_MAX, PromptMatches, parse_question
 from sidecar.observe.prompts import PROMPTS_MAX, PROMPTS_SHOWN, PromptDocuments
 from sidecar.observe.status import SidecarStatus
@@ -70,6 +71,11 @@ class Documents:
         self.prompts = PromptDocuments(dispatcher)
         self.times = dispatcher.copies.times
         self.uses = dispatcher.uses
+        self._off = switched_off(dispatcher.config.limits)
+
+    def off(self, setting: str) -> dict[str, str]:
+        """Why a list is empty, as a part of its document: this setting is 0."""
+        return {"off": self._off[setting]} if setting in self._off else {}
 
 
 class _Connection(asyncio.Protocol):
@@ -300,7 +306,7 @@ async def _prompts(documents: Documents, request: web.Request) -> web.Response:
     if not re.fullmatch(r"[0-9]{1,6}", last) or int(last) > PROMPTS_MAX:
         raise QueryError(f"last={last[:64]!r}: a number of prompts up to {PROMPTS_MAX}, such as 20")
     found = documents.prompts.document(int(last), request.query.get("request", ""))
-    return _json(found, indent=None)
+    return _json(found | documents.off("prompts_kept"), indent=None)
 
 
 async def _match(documents: Documents, request: web.Request) -> web.Response:
@@ -314,7 +320,8 @@ async def _transfers(documents: Documents, request: web.Request) -> web.Response
     after, recent = _after(request), documents.times.recent
     found = [one._asdict() for one in recent if one.number > after]
     last = recent[-1].number if recent else 0
-    return _json({"transfers": found, "last": last, "now": time.time()}, indent=None)
+    answer = {"transfers": found, "last": last, "now": time.time()}
+    return _json(answer | documents.off("transfers_kept"), indent=None)
 
 
 async def _uses(documents: Documents, request: web.Request) -> web.Response:
@@ -331,7 +338,8 @@ async def _uses(documents: Documents, request: web.Request) -> web.Response:
         for one in uses.last
         if one.number > after
     ]
-    return _json({"uses": found, "last": uses.number}, indent=None)
+    answer = {"uses": found, "last": uses.number}
+    return _json(answer | documents.off("prompts_kept"), indent=None)
 
 
 def _after(request: web.Request) -> int:
@@ -342,7 +350,8 @@ def _after(request: web.Request) -> int:
 
 
 async def _history(documents: Documents, _: web.Request) -> web.Response:
-    return _json(documents.status.history.document(), indent=None)
+    history = documents.status.history.document()
+    return _json(history | documents.off("history_seconds"), indent=None)
 
 
 _GUARDED: Final = {

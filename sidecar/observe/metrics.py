@@ -347,16 +347,18 @@ def tenants_of(dispatcher: Dispatcher) -> list[dict[str, Any]]:
 
 def _host(dispatcher: Dispatcher) -> Values:
     stats, realms = dispatcher.pool.stats(), dispatcher.realms
-    return {
+    curve: Values = {
+        "expected_hit_ratio": {
+            f"{factor:g}x": ratio
+            for factor, ratio in dispatcher.engine.host.expected_hit_ratios().items()
+        }
+    }
+    return (curve if dispatcher.config.limits.curve_keys_max else {}) | {
         "host_bytes": {
             "size": stats.size_bytes,
             "used": stats.used_bytes,
             "slabs": stats.slab_bytes,
             "unclaimed": dispatcher.engine.host.restored_slots.num_bytes,
-        },
-        "expected_hit_ratio": {
-            f"{factor:g}x": ratio
-            for factor, ratio in dispatcher.engine.host.expected_hit_ratios().items()
         },
         "host_slots": {(str(one.slot_bytes), "used"): one.slots_used for one in stats.classes}
         | {(str(one.slot_bytes), "free"): one.slots_free for one in stats.classes},

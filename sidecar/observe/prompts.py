@@ -70,6 +70,7 @@ def prompts_summary(dispatcher: Dispatcher, history: FigureHistory) -> Document:
         "last": {
             name: {
                 "seconds": round(one.seconds, 3),
+                "cut": one.cut,
                 "prompts": one.prompts,
                 "tokens": dict(one.tokens),
                 "hit_share": one.hit_share,

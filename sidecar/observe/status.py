@@ -20,6 +20,7 @@ from sidecar import version
 from sidecar.config.store import PriceSettings
 from sidecar.observe.history import FigureHistory, figures_of
 from sidecar.observe.metrics import catalog_counts, tenants_of
+from sidecar.observe.off import switched_off
 from sidecar.observe.prompts import prompts_summary
 from sidecar.protocol import PROTOCOL_VERSION
 from sidecar.service.dispatcher import Dispatcher, SharedStore
@@ -42,7 +43,9 @@ class SidecarStatus:
         self._dispatcher = dispatcher
         self._watchdog = watchdog
         self._started = time.monotonic()
-        self.history = FigureHistory(lambda: figures_of(dispatcher))
+        self.history = FigureHistory(
+            lambda: figures_of(dispatcher), dispatcher.config.limits.history_seconds
+        )
         watchdog.each_beat(self.history.sample)
 
     def document(self) -> Document:
@@ -61,6 +64,7 @@ class SidecarStatus:
             "last_stop_objects_lost": dispatcher.lost_before,
             "uptime_seconds": _seconds_since(self._started),
             **self._watchdog.readiness()[1],
+            "off": switched_off(dispatcher.config.limits),
             "tiers": {"host": _host_tier(dispatcher), "store": self._store_tier()},
             "hits": {
                 **_pick(engine.counters, "chunks_loaded bytes_loaded loads_served"),

@@ -394,6 +394,7 @@ def _engine_limits(config: Config) -> EngineLimits:
         flush_at_end=config.host.after_stop == "remove",
         store_reads=store.read == "on",
         gone_keys_max=limits.gone_keys_max,
+        curve_keys_max=limits.curve_keys_max,
         shares=ShareLimits(
             memory_bytes_max=limits.memory_max,
             copies_queued_max=limits.copies_queued_max,

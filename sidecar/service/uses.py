@@ -3,7 +3,7 @@
 Owns these records, in bounded memory. Nothing that the cache does depends on them. They have no
 tokens: a key is a digest of the tokens up to its end, of the cache salt and of the model.
 
-Invariant: at most `kept_max` prompts and `KEYS_MAX` keys, except for the newest prompt.
+Invariant: at most `kept_max` prompts, and `KEYS_MAX` keys except for the newest prompt.
 """
 
 import time
@@ -53,6 +53,9 @@ class UseLog:
 
     def add(self, session: Session, message: Use) -> None:
         """Take the prompt of a request: the chunks of the KV cache group that has most of them."""
+        self.number += 1
+        if not self._kept_max:
+            return
         keys, group = message.keys, 0
         if message.groups:
             ((group, _),) = Counter(message.groups).most_common(1)
@@ -60,7 +63,6 @@ class UseLog:
             keys = [key for key, of in named if of == group]
         realm = session.realms[group]
         per_key = realm.block_tokens * realm.blocks_per_chunk
-        self.number += 1
         num_tokens = min(message.num_tokens, len(keys) * per_key)
         names = b"".join([key[:NAME_BYTES] for key in keys])
         self.last.append(

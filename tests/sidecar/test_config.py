@@ -311,6 +311,24 @@ def test_numa_nodes(written: str, meant: object) -> None:
     assert loads(show(config)) == config
 
 
+@pytest.mark.parametrize(
+    "name", ["gone_keys_max", "prompts_kept", "transfers_kept", "curve_keys_max", "history_seconds"]
+)
+def test_what_is_kept_for_operators_may_be_nothing(name: str) -> None:
+    assert getattr(loads(f"limits: {{{name}: 0}}").limits, name) == 0
+    with pytest.raises(ConfigError, match=name):
+        loads(f"limits: {{{name}: -1}}")
+
+
+def test_too_little_to_show_anything_is_refused() -> None:
+    assert loads("limits: {history_seconds: 1m}").limits.history_seconds == 60
+    with pytest.raises(ConfigError, match="history_seconds=59s is less than the minute"):
+        loads("limits: {history_seconds: 59s}")
+    assert loads("limits: {curve_keys_max: 1024}").limits.curve_keys_max == 1024
+    with pytest.raises(ConfigError, match="curve_keys_max=1023 is too few for an estimate"):
+        loads("limits: {curve_keys_max: 1023}")
+
+
 @pytest.mark.parametrize("written", ["[]", "[0, 0]", "[-1]", "[1024]", "node0", "3"])
 def test_invalid_numa_nodes(written: str) -> None:
     assert "nor a list of NUMA nodes such as [0, 1]" in problem(f"host: {{numa: {written}}}")

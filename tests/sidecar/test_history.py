@@ -9,9 +9,8 @@ import pytest
 from sidecar.config.sections import GpuSettings
 from sidecar.observe.benefit import sentences
 from sidecar.observe.history import (
-    HISTORY_SECONDS,
     SAMPLE_SECONDS,
-    SAMPLES_MAX,
+    SECONDS_MIN,
     FigureHistory,
     Figures,
     Window,
@@ -19,12 +18,14 @@ from sidecar.observe.history import (
 from sidecar.protocol.prompts import PromptOutcome
 from sidecar.service.prompts import Seconds
 
+HOUR = 3600.0
+
 
 class World:
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = HOUR) -> None:
         self.now = 1000.0
         self.figures = Figures(0, Counter(), 0.0, (0, 0, 0, 0), 0, 0, 0)
-        self.history = FigureHistory(lambda: self.figures, lambda: self.now)
+        self.history = FigureHistory(lambda: self.figures, seconds, lambda: self.now)
 
     def go_on(
         self,
@@ -72,13 +73,37 @@ def test_a_sidecar_that_has_just_started_says_over_how_long_it_counts() -> None:
     assert (minute.seconds, minute.rates["stored"]) == (12, 2000)
 
 
-def test_memory_is_fixed_and_asking_changes_nothing() -> None:
-    world = World()
-    world.go_on(36_000, stored=2)
-    assert len(world.history) == SAMPLES_MAX
-    assert world.history.over_last(HISTORY_SECONDS).seconds == HISTORY_SECONDS
+@pytest.mark.parametrize("seconds", [HOUR, 300.0, SECONDS_MIN])
+def test_memory_is_fixed_and_asking_changes_nothing(seconds: float) -> None:
+    world = World(seconds)
+    samples = 1 + seconds / SAMPLE_SECONDS
+    world.go_on(10 * seconds, stored=2)
+    assert len(world.history) == samples
+    assert world.history.over_last(seconds).seconds == seconds
     assert world.history.document() == world.history.document()
-    assert len(world.history) == SAMPLES_MAX
+    assert world.history.document()["kept_seconds"] == seconds
+    assert len(world.history) == samples
+
+
+def test_a_window_longer_than_what_is_kept_is_cut() -> None:
+    world = World(300.0)
+    world.go_on(200, host_tokens=20)
+    assert not world.history.over_last(HOUR).cut, "it has everything since the start"
+    world.go_on(1000, host_tokens=20)
+    assert not world.history.over_last(60).cut
+    hour = world.history.over_last(HOUR)
+    assert (hour.seconds, hour.cut) == (300, True)
+
+
+def test_without_a_history_the_last_minute_is_known() -> None:
+    world = World(0.0)
+    world.go_on(1000, stored=100)
+    assert world.history.over_last(60).rates["stored"] == 100
+    assert world.history.over_last(HOUR).seconds == SECONDS_MIN
+    document = world.history.document()
+    assert document.pop("kept_seconds") == 0
+    assert not any(document.pop("bytes").values())
+    assert not any(document.values()), "a row was sent"
 
 
 def test_the_document_has_a_row_for_each_time() -> None:
@@ -86,6 +111,7 @@ def test_the_document_has_a_row_for_each_time() -> None:
     world.go_on(2 * SAMPLE_SECONDS, stored=100, host_tokens=20)
     world.go_on(SAMPLE_SECONDS)
     assert world.history.document() == {
+        "kept_seconds": HOUR,
         "seconds_ago": [10.0, 5.0, 0.0],
         "seconds": [5.0, 5.0, 5.0],
         "prompts": [10, 10, 0],
@@ -161,3 +187,13 @@ def test_a_cache_that_costs_time_says_so() -> None:
     first, *_, last = said(minute, minute, seconds)
     assert first.startswith("0% of 100 cacheable prompt tokens in the last minute")
     assert last.startswith("since the start lookups and loads took 3.0 s more than they saved: ")
+
+
+def test_a_window_that_is_cut_is_named_by_its_length() -> None:
+    tokens = Counter({PromptOutcome.NEW: 100})
+    empty = Window(10.0, 0, Counter(), 0.0, {}, 0)
+    windows = {"10s": empty, "1min": empty, "1h": Window(300.2, 1, tokens, 0.0, {}, 0, cut=True)}
+    first, *_ = sentences(windows, Seconds(), GpuSettings())
+    assert first.startswith("0% of 100 cacheable prompt tokens in the last 5m were not computed")
+    windows["1h"] = Window(61.0, 0, Counter(), 0.0, {}, 0, cut=True)
+    assert sentences(windows, Seconds(), GpuSettings()) == ["no prompt in the last 61s"]

@@ -9,7 +9,7 @@ Prompts share their beginnings, so that few keys have much of all uses, and whet
 has them decides what it finds. So keys with `HOT_USES` are counted one by one, and of the others
 those whose hash is below a threshold.
 
-Invariants: at most `HOT_MAX` and `SAMPLED_MAX` keys are remembered; a use takes constant time.
+Invariants: at most `keys_max` keys of each kind are remembered; a use takes constant time.
 """
 
 from collections import OrderedDict
@@ -18,8 +18,6 @@ from math import log2
 from typing import Final
 
 HOT_USES: Final = 4
-HOT_MAX: Final = 8192
-SAMPLED_MAX: Final = 8192
 SPAN: Final = 4
 """Sizes up to this many times the capacity are estimated."""
 HALF_LIFE: Final = 32
@@ -50,10 +48,12 @@ class _Reuses:
 class HitCurve:
     """Hit ratio by size, for a cache of `capacity` keys. Keys are hashes of at least 4 bytes.
 
+    It remembers the last `keys_max` keys that are used often, and as many of the others.
     After `half_life` uses, a use counts half; by default after `HALF_LIFE` times the capacity.
     """
 
-    def __init__(self, capacity: int, half_life: int = 0) -> None:
+    def __init__(self, capacity: int, keys_max: int, half_life: int = 0) -> None:
+        self._keys_max = keys_max
         self._given_half_life = half_life
         self._hot = OrderedDict[bytes, int]()
         self._sampled = OrderedDict[bytes, int]()
@@ -66,7 +66,7 @@ class HitCurve:
 
     def resize(self, capacity: int) -> None:
         """Set the capacity, in keys: the sample has about as many as are of interest."""
-        self._threshold = int(_HASHES * min(1.0, SAMPLED_MAX / (SPAN * max(1, capacity))))
+        self._threshold = int(_HASHES * min(1.0, self._keys_max / (SPAN * max(1, capacity))))
         self._half_life = self._given_half_life or max(HALF_LIFE_MIN, HALF_LIFE * capacity)
 
     @property
@@ -96,9 +96,9 @@ class HitCurve:
             if uses >= HOT_USES:
                 hot[key] = last
         self._now += len(keys)
-        while len(hot) > HOT_MAX:
+        while len(hot) > self._keys_max:
             hot.popitem(last=False)
-        while len(sampled) > SAMPLED_MAX:
+        while len(sampled) > self._keys_max:
             sampled.popitem(last=False)
         if self._now - self._halved > self._half_life:
             self._halved = self._now

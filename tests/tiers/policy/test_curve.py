@@ -11,11 +11,12 @@ from collections.abc import Sequence
 import pytest
 
 from tests import places
-from tiers.policy.curve import HOT_MAX, SAMPLED_MAX, HitCurve
+from tiers.policy.curve import HitCurve
 
 TRACES = places.ROOT.parent / "shared" / "traces"
 BLOCK_TOKENS = 512
 SIZES = (0.5, 1.0, 2.0, 4.0)
+KEYS_MAX = 8192
 
 
 def key(*parts: object) -> bytes:
@@ -38,7 +39,7 @@ def measured(requests: Sequence[Sequence[bytes]], size: int) -> float:
 
 
 def estimated(requests: Sequence[Sequence[bytes]], capacity: int) -> list[float]:
-    curve, uses = HitCurve(capacity, half_life=1 << 40), Counter[bytes]()
+    curve, uses = HitCurve(capacity, KEYS_MAX, half_life=1 << 40), Counter[bytes]()
     for keys in requests:
         curve.use(keys, [uses[one] for one in keys])
         uses.update(keys)
@@ -84,25 +85,25 @@ def test_recorded_requests(name: str, tokens: int) -> None:
 
 
 def test_nothing_is_known_at_first() -> None:
-    assert HitCurve(100).ratios([100]) is None
+    assert HitCurve(100, KEYS_MAX).ratios([100]) is None
 
 
 def test_prompts_that_never_repeat() -> None:
-    curve = HitCurve(100)
+    curve = HitCurve(100, KEYS_MAX)
     for number in range(1000):
         curve.use([key(number)], [0])
     assert curve.ratios([50, 1000]) == pytest.approx([0.0, 0.0])
 
 
 def test_what_it_remembers_is_bounded() -> None:
-    curve = HitCurve(10)
-    for number in range(3 * HOT_MAX):
+    curve = HitCurve(10, 500)
+    for number in range(1500):
         curve.use([key("hot", number), key("other", number)], [9, 0])
-    assert len(list(curve)) == HOT_MAX + SAMPLED_MAX
+    assert len(list(curve)) == 1000
 
 
 def test_a_large_cache_is_sampled() -> None:
-    curve = HitCurve(10 * SAMPLED_MAX)
+    curve = HitCurve(10 * KEYS_MAX, KEYS_MAX)
     keys = [key(number) for number in range(8000)]
     curve.use(keys, [0] * len(keys))
     assert len(list(curve)) == pytest.approx(8000 / 40, rel=0.3)
@@ -110,7 +111,7 @@ def test_a_large_cache_is_sampled() -> None:
 
 def test_it_forgets() -> None:
     """After a change of the traffic, what was before counts less and less."""
-    curve = HitCurve(100)
+    curve = HitCurve(100, KEYS_MAX)
     for _ in range(3000):
         curve.use([key(number) for number in range(40)], [0] * 40)
     before = curve.ratios([100])
