@@ -73,7 +73,7 @@ def render(document: Document) -> str:
     """The prompts as text, the newest last."""
     prompts: list[Document] = document["prompts"]
     if not prompts:
-        return "no prompt was reported yet"
+        return str(document.get("off", "no prompt was reported yet"))
     return "\n\n".join(_prompt(one) for one in reversed(prompts))
 
 
@@ -264,7 +264,8 @@ def _record(options: Options) -> None:
     """Write prompts down until the time is over, or until Ctrl-C."""
     client = client_of(options)
     # Before a file is made: without a sidecar there is nothing to record.
-    client.get("/uses?after=0")
+    if off := client.get("/uses?after=0").get("off"):
+        raise CommandError(off)
     recording = Recording(client)
     try:
         with _opened(options.file) as file, suppress(KeyboardInterrupt):

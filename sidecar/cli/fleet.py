@@ -49,6 +49,7 @@ class WindowFigures(TypedDict):
     """Prompts of some seconds."""
 
     seconds: _Number
+    cut: NotRequired[bool]
     tokens: dict[str, _Count]
     hit_share: _Number | None
     gpu_seconds_saved: _Number
@@ -124,6 +125,7 @@ class StatusFigures(TypedDict):
     sessions: list[Any]
     counters: _Counters
     realms: list[_Realm]
+    off: NotRequired[dict[str, str]]
 
 
 class _Size(TypedDict):

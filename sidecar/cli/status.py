@@ -39,7 +39,7 @@ def main(options: Options) -> None:
 
 def render(document: Document) -> str:
     """The document as text."""
-    parts = (_helps, _head, _tiers, _tenants, _traffic, _engines, _uncached)
+    parts = (_helps, _head, _tiers, _tenants, _traffic, _engines, _uncached, _off)
     return "\n\n".join(text for part in parts if (text := part(document)))
 
 
@@ -161,6 +161,11 @@ def _uncached(document: Document) -> str:
         reason = f"{one.get('reason', '?')}: {one.get('message', '')}"
         rows.append((engine, one.get("pid", "?"), age, reason))
     return table(rows) if len(rows) > 1 else ""
+
+
+def _off(document: Document) -> str:
+    """What the settings switch off; left out if it is nothing."""
+    return "\n".join(_section(document, "off").values())
 
 
 def _section(document: Document, name: str) -> Document:

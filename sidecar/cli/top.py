@@ -205,8 +205,8 @@ def _help(status: Document, lost: list[list[str]], lost_max: int, memory: list[s
     windows: dict[str, Document] = status["prompts"]["last"]
     table = Table(box=None, expand=True, pad_edge=False)
     table.add_column("prompt tokens")
-    for name in windows:
-        table.add_column(name, justify="right")
+    for name, one in windows.items():
+        table.add_column(duration(one["seconds"]) if one.get("cut") else name, justify="right")
     table.add_column("in the last minute", width=_BAR)
     minute = windows["1min"]["tokens"]
     for text in (*SOURCES.values(), COMPUTED):
@@ -286,6 +286,7 @@ def _contents(status: Document, contents: Document | None, room: int) -> Panel:
     evicted = f"{status['counters']['chunks_evicted']:,} evicted"
     occupied = f"{approximate_size(used)} of {approximate_size(size)}"
     lines = [f"host memory   {occupied}, {host['chunks']:,} chunks, {evicted}", *_memory(status)]
+    lines += status.get("off", {}).values()
     if store is not None:
         lines.append(f"object store  {store['chunks']:,} chunks in {store['url']}")
     if contents is not None:

@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from sidecar.cli import main
+from sidecar.cli.fleet import Seen
+from sidecar.cli.top import View, frame
 from sidecar.config.sections import LimitsSettings
 from sidecar.observe.off import switched_off
 from sidecar.protocol import Outcome
@@ -81,3 +85,30 @@ def test_each_setting_names_itself() -> None:
         assert text.endswith(
             f"limits.{name} is 0; set it to {default:g} or another number, and restart the sidecar"
         )
+
+
+def test_the_commands_say_so(
+    sidecar: RunningSidecar, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    url = ["--url", sidecar.info.http_url]
+    assert main(["status", *url]) == 0
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in sidecar.status()["off"].values())
+    assert main(["explain", *url]) == 0
+    assert "limits.prompts_kept is 0" in capsys.readouterr().out
+    assert main(["record", str(tmp_path / "prompts"), *url]) != 0
+    assert "limits.prompts_kept is 0" in capsys.readouterr().err
+    assert not (tmp_path / "prompts").exists()
+    status = sidecar.status()
+    shown = drawn(status, "3")
+    assert all(text in shown for text in status["off"].values())
+    status["prompts"]["last"]["1h"] |= {"seconds": 62.0, "cut": True}
+    assert drawn(status, "1").splitlines()[2].split()[-8:-5] == ["10s", "1min", "1m2s"]
+
+
+def drawn(status: dict[str, Any], page: str) -> str:
+    """What `kvlake top` draws."""
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(frame([Seen("", status)], View(page=page)))
+    return captured.get()
