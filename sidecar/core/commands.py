@@ -220,6 +220,16 @@ class Scatter(BlockCopy, frozen=True):
     verify: bool = True
 
 
+class WriteCause(enum.StrEnum):
+    """Why a chunk is written, in words for operators."""
+
+    THROUGH = "it was stored (store.write: through)"
+    ON_REUSE = "a second request used it (store.write: on_reuse)"
+    ON_EVICT = "it is evicted soon (store.write: on_evict)"
+    RESTORED = "an earlier run had not written it (store.write: through)"
+    STOPPING = "the sidecar stops"
+
+
 class Write(msgspec.Struct, frozen=True):
     """Write a sealed slot to the object store; answered by `Written`.
 
@@ -237,6 +247,7 @@ class Write(msgspec.Struct, frozen=True):
     written_after: int = 0
     """The time in the catalog has to be later than this, when it was withdrawn."""
     verify: bool = True
+    cause: WriteCause = WriteCause.THROUGH
 
 
 class Read(msgspec.Struct, frozen=True):

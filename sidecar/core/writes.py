@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeVar
 
 from sidecar.core.breaker import Breaker
-from sidecar.core.commands import StoreOutcome, Write, Written
+from sidecar.core.commands import StoreOutcome, Write, WriteCause, Written
 from sidecar.core.directory import Chunk, HostSegment
 from sidecar.core.outbox import CorePart, CoreParts, Sampling, WritePolicy
 from sidecar.core.store_view import StoreView
@@ -44,6 +44,7 @@ class PendingWrite:
     ranks: list[int]
     num_bytes: int
     tries: int
+    cause: WriteCause
     begun: bool = False
     """Some of it is written, so all of it will be."""
 
@@ -52,6 +53,7 @@ class _Running(NamedTuple):
     segment: HostSegment
     tries: int
     verifies: bool
+    cause: WriteCause
 
 
 class Writes(CorePart):
@@ -91,12 +93,12 @@ class Writes(CorePart):
     def completed(self, chunk: Chunk) -> None:
         """A chunk entered the host tier with all of its segments."""
         if self._policy is WritePolicy.THROUGH:
-            self._enqueue(chunk)
+            self._enqueue(chunk, WriteCause.THROUGH)
         elif self._policy is WritePolicy.ON_EVICT:
             self._filled_bytes += chunk.realm.chunk_bytes
         elif self._policy is WritePolicy.ON_REUSE and chunk.uses:
             # A second request used it while it was stored.
-            self._enqueue(chunk)
+            self._enqueue(chunk, WriteCause.ON_REUSE)
 
     def restored(self, chunk: Chunk) -> None:
         """A chunk is complete again after a restart; the store may have it."""
@@ -112,7 +114,7 @@ class Writes(CorePart):
     def used(self, chunk: Chunk) -> None:
         """A chunk of the host tier was used again."""
         if self._policy is WritePolicy.ON_REUSE and not self._draining:
-            self._enqueue(chunk)
+            self._enqueue(chunk, WriteCause.ON_REUSE)
 
     def removed(self, chunk: Chunk) -> None:
         """A chunk left the host tier: it cannot be written any more."""
@@ -129,7 +131,7 @@ class Writes(CorePart):
             # Nothing is dropped for the size of the queue; only time limits a drain.
             self._queue_bytes_max = sys.maxsize
             for chunk in self._host.orders.victims():
-                self._enqueue(chunk)
+                self._enqueue(chunk, WriteCause.STOPPING)
 
     def _write_ahead(self) -> None:
         """Queue the chunks that are evicted next, so that the cold end is free or written.
@@ -157,7 +159,7 @@ class Writes(CorePart):
                 # A longer queue would drop what is colder.
                 break
             num_bytes -= chunk.realm.chunk_bytes
-            self._enqueue(chunk)
+            self._enqueue(chunk, WriteCause.ON_EVICT)
 
     def _missing(self, chunk: Chunk) -> list[int]:
         """Ranks whose segment the store lacks and nobody writes."""
@@ -168,7 +170,7 @@ class Writes(CorePart):
             if not mask >> segment.rank & 1 and not segment.writing
         ]
 
-    def _enqueue(self, chunk: Chunk) -> None:
+    def _enqueue(self, chunk: Chunk, cause: WriteCause) -> None:
         """Queue a write for every rank of a complete chunk that the store lacks."""
         if chunk in self.pending or not chunk.loadable or chunk.retention.stays:
             return
@@ -182,11 +184,12 @@ class Writes(CorePart):
             self._counters.writes_refused_quota += 1
             self._tenants.counters(chunk.tenant).writes_refused += 1
             return
-        self._put(chunk, ranks, tries=0)
+        self._put(chunk, ranks, cause, tries=0)
 
-    def _put(self, chunk: Chunk, ranks: list[int], *, tries: int) -> None:
+    def _put(self, chunk: Chunk, ranks: list[int], cause: WriteCause, *, tries: int) -> None:
         num_bytes = sum(chunk.segments[rank].slot_bytes for rank in ranks)
-        pending = PendingWrite((chunk.realm.realm_id, chunk.tenant), ranks, num_bytes, tries)
+        account = (chunk.realm.realm_id, chunk.tenant)
+        pending = PendingWrite(account, ranks, num_bytes, tries, cause)
         self.pending[chunk] = pending
         self.pending_bytes += num_bytes
         _add(self._outstanding, pending.account, num_bytes, len(ranks))
@@ -211,7 +214,7 @@ class Writes(CorePart):
             self._write_ahead()
         while len(self._running) < self._limits.writes_inflight_max and self.breaker.passes(now):
             while not self.pending and (restored := self._next_restored()) is not None:
-                self._enqueue(restored)
+                self._enqueue(restored, WriteCause.RESTORED)
             if not self.pending:
                 break
             chunk, pending = next(iter(self.pending.items()))
@@ -254,7 +257,9 @@ class Writes(CorePart):
         segment.writing = True
         self._last_write_id += 1
         verifies = self._sampling.selects(segment)
-        self._running[self._last_write_id] = _Running(segment, pending.tries + 1, verifies)
+        self._running[self._last_write_id] = _Running(
+            segment, pending.tries + 1, verifies, pending.cause
+        )
         chunk = segment.chunk
         self._emit(
             Write(
@@ -268,6 +273,7 @@ class Writes(CorePart):
                 parent=chunk.parent,
                 written_after=self._store.withdrawn_until(chunk.realm, chunk.key),
                 verify=verifies,
+                cause=pending.cause,
             )
         )
 
@@ -279,7 +285,7 @@ class Writes(CorePart):
 
     def ended(self, event: Written, now: float) -> None:
         """A write ended: the slot is not read any more."""
-        segment, tries, verifies = self._running.pop(event.write_id)
+        segment, tries, verifies, cause = self._running.pop(event.write_id)
         self._settle(segment)
         segment.writing = False
         chunk = segment.chunk
@@ -304,7 +310,7 @@ class Writes(CorePart):
                 if chunk in self.pending:
                     pending = self._take_out(chunk)
                     ranks, tries = [*pending.ranks, segment.rank], max(pending.tries, tries)
-                self._put(chunk, ranks, tries=tries)
+                self._put(chunk, ranks, cause, tries=tries)
 
 
 def _add(sums: dict[K, tuple[int, int]], of: K, num_bytes: int, objects: int) -> None:

@@ -178,7 +178,9 @@ class Executor:
             await self._store.write(name, image)
             seconds = time.monotonic() - begun
             about = f"chunk {command.key.hex()}, rank {command.rank}"
-            self._copies.times.ended(Kind.WRITE, realm, seconds, template.image_bytes, about)
+            self._copies.times.ended(
+                Kind.WRITE, realm, seconds, template.image_bytes, about, command.cause
+            )
             written_at = self._announce(command, realm, template.image_bytes)
             outcome = StoreOutcome.OK
         except ChunkCorrupt as error:

@@ -37,6 +37,15 @@ class Kind(StrEnum):
     """Host memory to the object store, the same."""
 
 
+_CAUSES: Final = {
+    Kind.LOAD: "a request needs them",
+    Kind.STORE: "a request computed them",
+    Kind.READ: "a request looked it up",
+    Kind.WRITE: "it is to be written",
+}
+"""Why each kind of transfer happens, if nothing more is known."""
+
+
 class Distribution:
     """Counts values by the smallest bound that is not below them, and adds them up."""
 
@@ -70,6 +79,8 @@ class EndedTransfer(NamedTuple):
     num_bytes: int
     about: str
     """What was transferred, for whom."""
+    cause: str
+    """Why."""
 
 
 class TransferTimes:
@@ -86,9 +97,15 @@ class TransferTimes:
         """Seconds from a lookup to its answer, by model."""
 
     def ended(
-        self, kind: Kind, realm: RealmLayout, seconds: float, num_bytes: int, about: str
+        self,
+        kind: Kind,
+        realm: RealmLayout,
+        seconds: float,
+        num_bytes: int,
+        about: str,
+        cause: str = "",
     ) -> None:
-        """Count a transfer that succeeded just now."""
+        """Count a transfer that succeeded just now. `cause`: why, unless its kind says so."""
         name = (kind.value, self._labels.of(realm.model_name))
         if name not in self.seconds:
             self.seconds[name] = Distribution(SECONDS)
@@ -96,9 +113,9 @@ class TransferTimes:
         self.seconds[name].add(seconds)
         self.num_bytes[name].add(num_bytes)
         self._last_number += 1
-        began = time.time() - seconds
+        began, cause = time.time() - seconds, cause or _CAUSES[kind]
         self.recent.append(
-            EndedTransfer(self._last_number, kind, name[1], began, seconds, num_bytes, about)
+            EndedTransfer(self._last_number, kind, name[1], began, seconds, num_bytes, about, cause)
         )
 
     def answered(self, realm: RealmLayout, seconds: float) -> None:

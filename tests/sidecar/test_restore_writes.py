@@ -25,6 +25,7 @@ def test_restored_chunks_are_written_after_the_catalog_and_when_nothing_else_is(
     assert not world.writes
     world.send(CaughtUp(0))
     assert [write.key for write in world.writes.values()] == [key(3)], "the newest first"
+    assert [write.cause for write in world.writes.values()] == [WriteCause.RESTORED]
     world.stored(worker, 2, [4, 5])
     written: list[bytes] = []
     while world.writes:

@@ -114,6 +114,8 @@ def test_transfers_are_in_histograms(short_directory: Path) -> None:
             "store": (2, counters["bytes_stored"]),
             "write": (2, counters["bytes_written"]),
         }
+        causes = {one["cause"] for one in json.loads(sidecar.get("/transfers"))["transfers"]}
+        assert causes == {"a request computed them", "it was stored (store.write: through)"}
     second = config_in(short_directory, store=store, runtime={"name": "second"})
     with (
         RunningSidecar(second) as sidecar,
@@ -134,6 +136,10 @@ def test_transfers_are_in_histograms(short_directory: Path) -> None:
         listed = json.loads(sidecar.get("/transfers"))
         assert [one["kind"] for one in listed["transfers"]] == ["read", "read", "load"]
         assert listed["transfers"][2]["about"].startswith("2 chunks, engine ")
+        assert [one["cause"] for one in listed["transfers"]] == [
+            *2 * ["a request looked it up"],
+            "a request needs them",
+        ]
         newer = json.loads(sidecar.get("/transfers?after=2"))["transfers"]
         assert newer == listed["transfers"][2:]
         assert listed["last"] == 3

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from sidecar.core.breaker import BreakerRules, BreakerState
-from sidecar.core.commands import Draining, Gather, Read, StoreOutcome, Tick, Write
+from sidecar.core.commands import (
+    Draining,
+    Gather,
+    Read,
+    StoreOutcome,
+    Tick,
+    Write,
+    WriteCause,
+)
 from sidecar.core.outbox import WritePolicy
 from sidecar.core.tenants import Quota, TenantRules, Tenants
 from sidecar.core.writes import WRITE_TRIES_MAX
@@ -128,6 +136,36 @@ def test_off_writes_nothing() -> None:
         world.lease(scheduler, number, [number])
     world.drain()
     assert world.engine.counters.chunks_written == 0
+
+
+@pytest.mark.promise("page")
+@pytest.mark.parametrize(
+    ("policy", "cause"),
+    [
+        (WritePolicy.THROUGH, WriteCause.THROUGH),
+        (WritePolicy.ON_REUSE, WriteCause.ON_REUSE),
+        (WritePolicy.ON_EVICT, WriteCause.ON_EVICT),
+    ],
+)
+def test_a_write_says_why_also_when_it_is_tried_again(
+    policy: WritePolicy, cause: WriteCause
+) -> None:
+    world, worker, scheduler = looking(slabs=2, write=policy, writes_inflight_max=1)
+    world.stored(worker, 1, [1])
+    world.stored(worker, 2, [2])
+    world.use(scheduler, [1])
+    world.use(scheduler, [1])
+    (write,) = world.writes.values()
+    assert write.cause is cause
+    world.written(write.write_id, StoreOutcome.UNAVAILABLE)
+    assert {one.cause for one in world.writes.values()} == {cause}
+
+
+@pytest.mark.promise("page")
+def test_what_is_written_at_the_end_says_so() -> None:
+    world, worker, _ = looking(slabs=16, write=WritePolicy.ON_EVICT)
+    world.stored(worker, 1, [1])
+    assert [one.cause for one in only(world.send(Draining()), Write)] == [WriteCause.STOPPING]
 
 
 # --- failures ----------------------------------------------------------------------------------
