@@ -219,11 +219,8 @@ def record(folder: Path) -> dict[str, Any]:
 def _photograph(page: Page) -> None:
     before = _rounds(page)
     _until("the page is drawn again", lambda: _rounds(page) > before + 1, 60.0)
-    box = page.locator("#hour").bounding_box()
-    assert box is not None
     PICTURE.parent.mkdir(exist_ok=True)
-    clip: Any = {"x": 0.0, "y": 0.0, "width": 1280, "height": box["y"]}
-    page.screenshot(path=PICTURE, full_page=True, clip=clip)
+    page.screenshot(path=PICTURE, full_page=True)
 
 
 def _rounds(page: Page) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ from tests.sidecar.client import (
 )
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Page, Route
 
 pytestmark = pytest.mark.promise("page")
 
@@ -117,19 +118,145 @@ def test_its_figures_are_those_of_the_status(
 def test_what_it_draws(opened: Callable[..., Page]) -> None:
     page = opened()
     bars = [one.text_content() or "" for one in page.locator("#stream rect title").all()]
+    stored = "store, because a request computed them"
+    written = "write, because it was stored (store.write"
     assert sorted(text.partition(":")[0] for text in bars) == [
-        *("load", "store", "store", "write", "write")
+        *("load, because a request needs them", stored, stored, written, written)
     ]
     (load,) = (text for text in bars if text.startswith("load"))
     assert re.search(r" in [\d.]+ ms, .+/s; tests/tiny; 2 chunks, engine ", load)
     page.get_by_text("As a table, newest first").click()
-    assert page.locator("#transfer-list tbody tr").count() == len(bars)
+    listed = page.locator("#transfer-list tbody tr").all_inner_texts()
+    assert len(listed) == len(bars)
+    assert [text.split("\t")[-1] for text in listed].count("a request computed them") == 2
     first, second = page.locator("#request-list tbody tr").all_inner_texts()
     assert first.startswith(HOSTILE), "what a client says is text"
     assert "host 1,600" in second
     assert "evicted 400, tail 10" in second
     assert "at token 1,600" in second
     assert page.locator("#curve-tokens polygon, #curve-bytes polyline").count() > 0
+
+
+def test_what_is_in_host_memory_by_age_and_depth(
+    opened: Callable[..., Page], sidecar: RunningSidecar
+) -> None:
+    page = opened()
+    (held,) = json.loads(sidecar.get("/host"))["namespaces"]
+    for kind in ("ages", "depths"):
+        shown = page.locator(f'[data-figure^="{kind}."]').all()
+        names = [str(one.get_attribute("data-figure")).partition(".")[2] for one in shown]
+        assert names == list(held[kind])
+        counts = [int(one.inner_text()) for one in shown]
+        assert counts == [one["chunks"] for one in held[kind].values()]
+        assert sum(counts) == 2
+    assert page.locator("#ages tbody tr").first.inner_text().split("\t")[:2] == ["1 min", "2"]
+
+
+def history_of(**columns: list[float]) -> dict[str, Any]:
+    """The document of /history for three samples, five seconds apart, that all ended just now."""
+    document: dict[str, Any] = {
+        "kept_seconds": 3600.0,
+        "seconds_ago": [10.0, 5.0, 0.0],
+        "seconds": [5.0] * 3,
+        "prompts": [1, 1, 1],
+        "tokens": {"host": [500, 0, 100], "new": [0, 250, 0], "tail": [5, 5, 5]},
+        "gpu_seconds_saved": [0.0] * 3,
+        "bytes": {way: [0] * 3 for way in ("stored", "loaded", "written", "read")},
+        "chunks_evicted": [0] * 3,
+        "host_bytes": [1 << 20, 2 << 20, 3 << 20],
+        "write_queue_bytes": [0] * 3,
+    }
+    return document | columns
+
+
+@pytest.fixture
+def pictured(opened: Callable[..., Page]) -> Callable[[dict[str, Any]], Page]:
+    """Opens the page with a document of /history of its own."""
+
+    def open_page(history: dict[str, Any]) -> Page:
+        page = opened()
+        began = time.monotonic()
+
+        def answer(route: Route) -> None:
+            passed = time.monotonic() - began
+            ages = [age + passed for age in history["seconds_ago"]]
+            route.fulfill(json=history | {"seconds_ago": ages})
+
+        page.route("**/history", answer)
+        page.reload()
+        page.wait_for_selector("body[data-rounds]")
+        return page
+
+    return open_page
+
+
+def test_savings_below_zero_are_drawn_there(pictured: Callable[..., Page]) -> None:
+    """A cache that costs time looked like one that saves nothing."""
+    page = pictured(history_of(gpu_seconds_saved=[5.0, 0.0, -10.0]))
+    points = page.locator("#curve-saved polyline").get_attribute("points") or ""
+    first, zero, last = (float(point.split(",")[1]) for point in points.split())
+    assert first < zero < last, "SVG counts downwards"
+    assert page.locator("#curve-saved text").all_text_contents()[:3] == ["-2.00", "0.00", "1.00"]
+
+
+def test_a_curve_tells_its_values_to_the_mouse(pictured: Callable[..., Page]) -> None:
+    page = pictured(history_of())
+    picture = page.locator("#curve-host svg")
+    box = picture.bounding_box()
+    assert box is not None
+    value = page.locator("#curve-host-value")
+    assert value.inner_text() == ""
+    picture.hover(position={"x": box["width"] - 1, "y": 10})
+    assert re.fullmatch(r"\d\d:\d\d:\d\d: 3 MiB", value.inner_text())
+    assert page.locator("#curve-host .mark").count() == 1
+    # It stays when the curves are drawn again.
+    page.evaluate("document.querySelector('#curve-host svg').id = 'old'")
+    page.wait_for_selector("#curve-host svg:not(#old)")
+    assert value.inner_text().endswith(": 3 MiB")
+    page.mouse.move(0, 0)
+    assert value.inner_text() == ""
+    assert page.locator("#curve-host .mark").count() == 0
+
+
+def test_a_curve_tells_its_values_to_the_keyboard(pictured: Callable[..., Page]) -> None:
+    page = pictured(history_of())
+    curve, value = page.locator("#curve-tokens"), page.locator("#curve-tokens-value")
+    curve.focus()
+    shown: list[str] = []
+    for key in ("ArrowLeft", "ArrowLeft", "Home", "ArrowLeft", "ArrowRight", "End"):
+        page.keyboard.press(key)
+        clock, _, values = value.inner_text().partition(": ")
+        assert re.fullmatch(r"\d\d:\d\d:\d\d", clock)
+        shown.append(values)
+    old, middle, new = (
+        f"host memory {host}, computed {computed}"
+        for host, computed in ((100, 0), (0, 50), (20, 0))
+    )
+    assert shown == [new, middle, old, old, middle, new]
+    page.keyboard.press("Escape")
+    assert value.inner_text() == ""
+    page.keyboard.press("End")
+    page.keyboard.press("Tab")
+    assert value.inner_text() == "", "it is left"
+
+
+def test_it_says_what_is_switched_off(
+    opened: Callable[..., Page], browser: Browser, short_directory: Path
+) -> None:
+    names = ("gone_keys_max", "prompts_kept", "transfers_kept", "curve_keys_max", "history_seconds")
+    directory = short_directory / "off"
+    directory.mkdir()
+    with RunningSidecar(config_in(directory, limits=dict.fromkeys(names, 0))) as sidecar:
+        asked: list[str] = []
+        page = browser.new_page()
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(sidecar.info.http_url)
+        page.wait_for_selector('body[data-rounds="2"]', timeout=1000 * WAIT_SECONDS_MAX)
+        text = page.locator("main").inner_text()
+        assert [name for name in names if f"limits.{name} is 0" not in text] == []
+        assert not page.locator("#curves").is_visible()
+        assert not page.locator("#stream").is_visible()
+        assert not any("/transfers" in url or "/history" in url for url in asked)
 
 
 def test_it_goes_on_and_pauses(opened: Callable[..., Page]) -> None:
@@ -198,11 +325,11 @@ def test_it_asks_for_the_token(browser: Browser, short_directory: Path) -> None:
         page = browser.new_page()
         page.set_default_timeout(1000 * WAIT_SECONDS_MAX)
         page.goto(sidecar.info.http_url)
-        page.get_by_label("Token").fill("another-token-of-it")
+        page.get_by_label("Token", exact=True).fill("another-token-of-it")
         page.get_by_role("button", name="Show").click()
         page.get_by_text("The sidecar takes another token.").wait_for()
         assert not page.locator("main").is_visible()
-        page.get_by_label("Token").fill("the-right-token-of-it")
+        page.get_by_label("Token", exact=True).fill("the-right-token-of-it")
         page.keyboard.press("Enter")
         page.wait_for_selector("body[data-rounds]")
         assert page.locator("main").is_visible()
