@@ -144,7 +144,7 @@ def _check(page: Page, status: dict[str, Any]) -> None:
 
 def _photograph(page: Page, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    # Of the last requests, some are enough.
+    # Some of the last requests are enough.
     row = page.locator("#request-list tbody tr").nth(PICTURED_REQUESTS - 1).bounding_box()
     assert row is not None
     page.screenshot(
