@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sidecar.core.breaker import BreakerRules
-from sidecar.core.commands import CaughtUp, Draining, StoreOutcome, Tick, Write
+from sidecar.core.commands import CaughtUp, Draining, StoreOutcome, Tick, Write, WriteCause
 from sidecar.core.writes import WRITE_TRIES_MAX
 from sidecar.protocol import Role
 from tests.sidecar.engine_answers import only
