@@ -196,7 +196,21 @@ def test_savings_below_zero_are_drawn_there(pictured: Callable[..., Page]) -> No
     points = page.locator("#curve-saved polyline").get_attribute("points") or ""
     first, zero, last = (float(point.split(",")[1]) for point in points.split())
     assert first < zero < last, "SVG counts downwards"
-    assert page.locator("#curve-saved text").all_text_contents()[:3] == ["-2.00", "0.00", "1.00"]
+    assert scale(page) == ["-2.00", "0.00", "1.00"]
+
+
+def test_the_numbers_of_a_scale_do_not_lie_on_one_another(pictured: Callable[..., Page]) -> None:
+    page = pictured(history_of(gpu_seconds_saved=[5.0, 0.0, -0.01]))
+    assert scale(page) == ["0.00", "1.00"]
+    page = pictured(history_of(gpu_seconds_saved=[0.0, 0.0, -5.0]))
+    assert scale(page) == ["-1.00", "0.00"]
+    assert scale(pictured(history_of())) == ["0.00"]
+
+
+def scale(page: Page) -> list[str]:
+    """The numbers beside the curve of savings."""
+    shown = page.locator('#curve-saved text[text-anchor="end"]').all_text_contents()
+    return [text for text in shown if text != "now"]
 
 
 def test_a_curve_tells_its_values_to_the_mouse(pictured: Callable[..., Page]) -> None:
