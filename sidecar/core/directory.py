@@ -297,7 +297,8 @@ class GoneKeys:
     def __init__(self, keys_max: int, realms: Mapping[int, Realm]) -> None:
         self._keys_max = keys_max
         self._realms = realms
-        self._keys: OrderedDict[tuple[int, bytes], tuple[float, Gone]] = OrderedDict()
+        # When and why. Python's garbage collector need not follow numbers and text.
+        self._keys: OrderedDict[tuple[int, bytes], tuple[float, str]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -310,16 +311,18 @@ class GoneKeys:
             return None
         gone = Gone.EVICTED if change.chunk is None else change.chunk.gone
         if gone is not None and self._keys_max:
-            self._keys[name] = (now, gone)
+            self._keys[name] = (now, gone.value)
         return gone if self._keys_max else None
 
     def why(self, realm_id: int, key: bytes) -> Gone | None:
         """Why a chunk is gone, if that is remembered."""
-        return self._keys.get((realm_id, key), (0.0, None))[1]
+        found = self._keys.get((realm_id, key))
+        return None if found is None else Gone(found[1])
 
     def since(self, realm_id: int, key: bytes) -> float | None:
         """When a chunk left, or was not let in, if that is remembered."""
-        return self._keys.get((realm_id, key), (None, None))[0]
+        found = self._keys.get((realm_id, key))
+        return None if found is None else found[0]
 
     def forget_oldest(self) -> Iterator[tuple[int, bytes]]:
         """Forget what is too much; yields realm and key of those that still are in no tier."""

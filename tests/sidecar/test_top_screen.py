@@ -50,6 +50,8 @@ class Terminal:
         self.before = termios.tcgetattr(slave)
         self._slave = slave
         environment = {**os.environ, "TERM": "xterm-256color"}
+        # Bars look different without colors.
+        environment.pop("NO_COLOR", None)
         self.process = subprocess.Popen(
             command, stdin=slave, stdout=slave, stderr=slave, env=environment
         )
