@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 
 POLICIES: Final = ("lru", "density")
 BLOCK_TOKENS: Final = 32
-PROMPT_TOKENS_MAX: Final = 4000
+PROMPT_TOKENS_MAX: Final = 1280
 SHARE: Final = 10
 """Host memory holds one block of this many of the slice."""
 SIZE_STEP: Final = 1 << 20
-MODEL: Final = {"layers": 4, "hidden": 256, "heads": 4, "kv_heads": 2}
+MODEL: Final = {"layers": 2, "hidden": 256, "heads": 4, "kv_heads": 2}
 """Small: of a larger one, a core computes too few prompts in an hour."""
 LOOP_MS_MAX: Final = 0.2
 """That the 99th percentile of the loop's computing may be above that of LRU."""
