@@ -1,7 +1,8 @@
 """What a policy of eviction brings to real engines that serve a slice of a recorded trace.
 
 Two engines, one behind a sidecar with `host.policy: lru` and one behind a sidecar with `density`,
-are alive at once and answer each request in turn, so that noise hits both. The trace names blocks
+are alive at once and answer each request in turn, so that noise hits both; the one that does not is
+stopped (SIGSTOP), because idle workers of vLLM spin. The trace names blocks
 of 512 tokens, as Mooncake published them; each becomes a block of 32 tokens here, so that prompts
 fit a small model. Host memory holds a tenth of the blocks of the slice, and the engines' own caches
 are emptied before each request: what is not computed comes from kvlake. Each seed is another slice.
@@ -19,10 +20,11 @@ import json
 import os
 import random
 import shutil
+import signal
 import statistics
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -36,7 +38,7 @@ from tests.harness.engine import EngineProcess, EngineSpec
 from tests.harness.sidecars import SidecarProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Generator, Sequence
 
     from tiers.policy.key import CacheKey
 
@@ -109,6 +111,17 @@ def start(stack: ExitStack, folder: Path, model: str, policy: str, size: int) ->
     return PolicyArm(engine, sidecar, watched)
 
 
+@contextmanager
+def awake(arm: PolicyArm) -> Generator[None]:
+    """Let an engine run that is stopped otherwise."""
+    group = arm.engine.process.pid
+    os.killpg(group, signal.SIGCONT)
+    try:
+        yield
+    finally:
+        os.killpg(group, signal.SIGSTOP)
+
+
 def serve(arm: PolicyArm, prompt: list[int]) -> None:
     """Answer one request, from kvlake's cache and by computing."""
     arm.engine.reset_prefix_cache()
@@ -140,10 +153,16 @@ def measure(
     folder.mkdir()
     with ExitStack() as stack:
         arms = {name: start(stack, folder, model, name, size) for name in POLICIES}
+        for arm in arms.values():
+            os.killpg(arm.engine.process.pid, signal.SIGSTOP)
         for number, prompt in enumerate(prompts):
             tokens = tokens_of(prompt)
             for name in POLICIES if number % 2 else reversed(POLICIES):
-                serve(arms[name], tokens)
+                with awake(arms[name]):
+                    serve(arms[name], tokens)
+        for arm in arms.values():
+            # It ends by itself.
+            os.killpg(arm.engine.process.pid, signal.SIGCONT)
         result: dict[str, Any] = {
             "prompt_tokens": sum(len(prompt) * BLOCK_TOKENS + 1 for prompt in prompts),
             "blocks": len(blocks),
