@@ -201,11 +201,11 @@ def main() -> None:
     trace = [one.keys[: PROMPT_TOKENS_MAX // BLOCK_TOKENS] for one in whole.requests]
     if not 0 < options.requests <= len(trace):
         parser.error(f"--requests {options.requests}: give 1 to {len(trace)}, as the trace has")
+    load = os.getloadavg()[0]
     folder = Path(tempfile.mkdtemp(prefix="kvl-policy-", dir="/dev/shm"))
     try:
         model = str(write_model(folder / "model", **MODEL))
         slot_bytes = chunk_bytes(folder / "first", model)
-        load = os.getloadavg()[0]
         found: list[dict[str, Any]] = []
         for seed in options.seeds:
             first = random.Random(seed).randrange(len(trace) - options.requests + 1)
