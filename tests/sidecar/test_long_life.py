@@ -142,8 +142,12 @@ def test_stores_and_loads_leave_nothing_behind(
     # Merged logs are kept for ten minutes: all that time there would be more of them.
     constants = {"KEEP_SECONDS_MIN": 1.0, "KEEP_REFRESHES": 10, "ABANDONED_SECONDS": 5.0}
     monkeypatch.setenv(altered.CONSTANTS, json.dumps(constants))
+    # A thread that starts late would bring an arena of its own, of some megabytes.
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
     store = {"url": f"{seaweed.url}/{short_directory.name}", **seaweed.settings, **CONFIG}
-    config = {"store": store, "host": {"size": "8MiB"}}
+    # What is remembered of chunks that left is full before the first count.
+    limits = {"gone_keys_max": 2_000}
+    config = {"store": store, "host": {"size": "8MiB"}, "limits": limits}
     program = ("-m", altered.MODULE)
     with (
         SidecarProcess(short_directory / "one", config, program=program) as sidecar,
