@@ -25,6 +25,7 @@ from rich.text import Text
 
 from sidecar.cli.client import MESSAGE_BYTES_MAX, SidecarClient, client_of
 from sidecar.cli.console import CommandError, Document, NoAnswer, Options, duration
+from sidecar.cli.parser import PORT_MAX
 from sidecar.sessions.model_names import printable
 
 SORTS: Final = ("health", "hits", "name")
@@ -32,7 +33,6 @@ ASKED_TOGETHER_MAX: Final = 256
 VERSION_CHARACTERS_MAX: Final = 20
 CONTENTS_SECONDS: Final = 10.0
 """How old the sums of host memory may be: a sidecar walks over its chunks to make them."""
-PORT_MAX: Final = 65_535
 _DNS: Final = "dns:"
 _ADDRESS: Final = re.compile(
     r"(http://)?(?P<place>(\[[0-9a-fA-F:]+\]|[\w.-]+):(?P<port>\d{1,5}))/?"
@@ -269,10 +269,10 @@ def targets(text: str) -> list[str]:
     for number, line in enumerate(lines, 1):
         if place := line.partition("#")[0].strip():
             match = _ADDRESS.fullmatch(place)
-            if match is None or int(match["port"]) > PORT_MAX:
+            if match is None or not 0 < int(match["port"]) <= PORT_MAX:
                 raise CommandError(
                     f"--targets {text}, line {number}: {place[:80]!r} is no address; give "
-                    f"HOST:PORT, with a port up to {PORT_MAX}"
+                    f"HOST:PORT, PORT from 1 to {PORT_MAX}"
                 )
             found[f"http://{match['place']}"] = None
     return list(found)
@@ -280,9 +280,9 @@ def targets(text: str) -> list[str]:
 
 def _resolved(place: str) -> list[str]:
     host, _, port = place.rpartition(":")
-    if not host or not re.fullmatch(r"\d{1,5}", port) or int(port) > PORT_MAX:
+    if not host or not re.fullmatch(r"\d{1,5}", port) or not 0 < int(port) <= PORT_MAX:
         raise CommandError(
-            f"--targets {_DNS}{place[:80]}: give {_DNS}NAME:PORT, with a port up to {PORT_MAX}"
+            f"--targets {_DNS}{place[:80]}: give {_DNS}NAME:PORT, PORT from 1 to {PORT_MAX}"
         )
     try:
         found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)

@@ -91,12 +91,12 @@ def main(options: Options) -> None:
 
 def _run(fleet: Fleet, interval: float) -> None:
     view = View()
-    answers = queue.SimpleQueue[list[Seen] | CommandError]()
+    answers = queue.SimpleQueue[list[Seen] | Exception]()
 
     def ask() -> None:
         try:
             answers.put(fleet.ask(contents=view.page == CONTENTS))
-        except CommandError as error:
+        except Exception as error:
             answers.put(error)
 
     with _single_keys(), Live(screen=True, auto_refresh=False) as live:
@@ -109,7 +109,7 @@ def _run(fleet: Fleet, interval: float) -> None:
                 threading.Thread(target=ask, name="kvlake-top", daemon=True).start()
             with suppress(queue.Empty):
                 answer = answers.get_nowait()
-                if isinstance(answer, CommandError):
+                if isinstance(answer, Exception):
                     raise answer
                 seen, asking = answer, False
             live.update(frame(seen, view, *live.console.size), refresh=True)
@@ -230,7 +230,11 @@ def _lost(minute: dict[str, int], width: int) -> list[list[str]]:
     """The lines of each loss, largest first."""
     total = _total(minute)
     lost = sorted(_computed_of(minute), key=lambda name: -minute[name])[:LOST_SHOWN]
-    texts = [f"{100 * minute[name] / total:.0f}% {name}: {meaning_of_loss(name)}" for name in lost]
+    texts = [
+        f"{100 * minute[name] / total:.0f}% {name}: {meaning_of_loss(name)}"
+        for name in lost
+        if minute[name]
+    ]
     return [textwrap.wrap(text, width) for text in texts or ["nothing was lost in the last minute"]]
 
 

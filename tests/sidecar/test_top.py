@@ -201,6 +201,8 @@ def test_targets_are_a_file_or_a_name(tmp_path: Path) -> None:
     for wrong, said in (
         (str(file), "line 1: 'node1' is no address; give HOST:PORT"),
         (str(tmp_path / "none"), "cannot be read"),
+        ("dns:localhost:0", "PORT from 1 to 65535"),
+        ("dns:localhost:99999", "PORT from 1 to 65535"),
         ("dns:localhost", "give dns:NAME:PORT"),
         ("dns:nowhere.invalid:1", "is the name right?"),
     ):
@@ -268,6 +270,12 @@ def test_what_was_computed_in_an_hour_without_a_loss_in_the_last_minute(
     for name in ("10s", "1min"):
         last[name]["tokens"] = {"host": 100}
     assert re.search(r"computed +0% +0% +90%", _as_text([Seen("http://one", status)], View()))
+
+
+def test_a_minute_whose_losses_are_all_zero(sidecar: RunningSidecar) -> None:
+    status = sidecar.status()
+    status["prompts"]["last"]["1min"]["tokens"] = {"new": 0}
+    assert "nothing was lost" in _as_text([Seen("http://one", status)], View())
 
 
 def test_what_others_say_is_text() -> None:
