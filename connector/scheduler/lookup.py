@@ -6,7 +6,7 @@ microseconds and reads the shared index as it is at that moment.
 
 import itertools
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from sidecar.protocol.prompts import PromptOutcome
 from tiers.kv.index import (
     ANYWHERE,
     FLAG_HOST,
+    FLAGS_MAX,
     GONE_EVICTED,
     GONE_EXPIRED,
     GONE_QUOTA,
@@ -30,6 +31,11 @@ GONE: Final = {
     GONE_EXPIRED: PromptOutcome.EXPIRED,
     GONE_QUOTA: PromptOutcome.QUOTA,
 }
+_TIERS: Final = {
+    tiers: bytes(flags & tiers != 0 for flags in range(FLAGS_MAX + 1))
+    for tiers in (FLAG_HOST, ANYWHERE)
+}
+"""By tiers, a table from the flags of a chunk to 1 if one of these tiers holds it, and 0 if not."""
 
 
 class Hit(NamedTuple):
@@ -64,10 +70,9 @@ class HitFinder:
             _found(session, _tags(group, session)[local_tokens // group.geometry.chunk_tokens :])
             for group in state.groups
         ]
-        host = [flags & np.uint8(FLAG_HOST) for flags in found]
-        anywhere = [flags & np.uint8(ANYWHERE) for flags in found]
-        end_tokens = self._reach(state, session, local_tokens, host, FLAG_HOST)
-        wanted_tokens = self._reach(state, session, local_tokens, anywhere, ANYWHERE)
+        pieces: _Pieces = {}
+        end_tokens = self._reach(state, session, local_tokens, found, pieces, FLAG_HOST)
+        wanted_tokens = self._reach(state, session, local_tokens, found, pieces, ANYWHERE)
         if wanted_tokens <= end_tokens:
             return Hit(end_tokens, end_tokens)
         held, wanted, first_tokens = self._wanted(state, session, local_tokens, wanted_tokens)
@@ -90,8 +95,11 @@ class HitFinder:
                 if pieces:
                     ends = min(ends, (pieces[0].chunk + 1) * geometry.chunk_tokens)
             keys = [group.chain.key_of(piece.chunk, piece.end) for piece in pieces]
-            held = session.holds(keys) if keys else np.empty(0, np.uint8)
-            there = _leading(held | np.array([key in storing for key in keys], np.uint8))
+            held = session.holds(keys).tobytes() if keys else b""
+            there = _leading(
+                bytes(flags or key in storing for flags, key in zip(held, keys, strict=True)),
+                ANYWHERE,
+            )
             if group.group == self.main_group:
                 last = pieces[there - 1] if there else Piece(0, 0, 0)
                 reached = group.end_tokens(last.chunk, last.end)
@@ -147,7 +155,7 @@ class HitFinder:
             # The piece behind the last full chunk, as one more of them.
             keys = [*keys, group.chain.partial(last, blocks)]
             tags = np.concatenate((tags, tags_of(keys[-1:], session.index_salt)))
-        flags = _found(session, tags)
+        flags = np.frombuffer(_found(session, tags), np.uint8)
         expected = state.request_params.expects_tokens
         computed = [Computed(state.found_tokens, PromptOutcome.TOO_SHORT)]
         gap: PromptOutcome | None = None
@@ -208,9 +216,9 @@ class HitFinder:
             # longer chunk that has it.
             if chunk < len(keys) and session.holds([keys[chunk]])[0] & tiers:
                 return keys[chunk]
-            longest, key = _partial(group, session, chunk, tiers)
-            if key is not None and longest >= blocks:
-                return key
+            longest = _partial(group, session, chunk, {}, tiers)
+            if longest >= blocks:
+                return group.chain.partial(chunk, longest)
         return group.chain.partial(chunk, blocks)
 
     def _other_gap(
@@ -221,9 +229,9 @@ class HitFinder:
             flags = _found(
                 session, _tags(group, session)[begin_tokens // group.geometry.chunk_tokens :]
             )
-            lacking = flags[(flags & ANYWHERE) == 0]
-            if len(lacking):
-                return GONE.get(int(lacking[0]), PromptOutcome.NEW)
+            there = _leading(flags, ANYWHERE)
+            if there < len(flags):
+                return GONE.get(flags[there], PromptOutcome.NEW)
         return PromptOutcome.TOO_SHORT
 
     def _reach(
@@ -231,15 +239,16 @@ class HitFinder:
         state: RequestState,
         session: SidecarSession,
         local_tokens: int,
-        flags: list[npt.NDArray[np.uint8]],
+        flags: list[bytes],
+        pieces: "_Pieces",
         tiers: int,
     ) -> int:
         """Where the run in `tiers` ends; `flags` are those of the full chunks."""
         ends: list[int] = []
         for number in self._full:
             group = state.groups[number]
-            last = local_tokens // group.geometry.chunk_tokens + _leading(flags[number])
-            blocks, _ = _partial(group, session, last, tiers)
+            last = local_tokens // group.geometry.chunk_tokens + _leading(flags[number], tiers)
+            blocks = _partial(group, session, last, pieces, tiers)
             ends.append(group.end_tokens(last, blocks))
         if not self._windowed:
             return max(local_tokens, aligned(self._geometries, min(ends)))
@@ -248,7 +257,7 @@ class HitFinder:
         ends.append(state.request.num_tokens - 1)
         end_tokens = max(local_tokens, aligned(self._geometries, min(ends)))
         held = [
-            self._held(group, session, local_tokens, end_tokens, chunks, tiers)
+            self._held(group, session, local_tokens, end_tokens, chunks, pieces, tiers)
             for group, chunks in zip(state.groups, flags, strict=True)
         ]
         return longest_hit(self._geometries, held, local_tokens, end_tokens)
@@ -259,7 +268,8 @@ class HitFinder:
         session: SidecarSession,
         local_tokens: int,
         end_tokens: int,
-        flags: npt.NDArray[np.uint8],
+        flags: bytes,
+        pieces: "_Pieces",
         tiers: int,
     ) -> npt.NDArray[np.bool_]:
         """Which blocks of a group can be loaded, from the one at `local_tokens` on.
@@ -270,7 +280,7 @@ class HitFinder:
         geometry = group.geometry
         per_chunk = geometry.blocks_per_chunk
         first = local_tokens // geometry.chunk_tokens
-        whole = flags != 0
+        whole = np.frombuffer(flags.translate(_TIERS[tiers]), np.bool_)
         if self._full:
             chunk = end_tokens // geometry.chunk_tokens
         else:
@@ -278,7 +288,7 @@ class HitFinder:
         blocks = np.zeros((max(len(whole), chunk - first + 1), per_chunk), dtype=np.bool_)
         blocks[: len(whole)] = whole[:, np.newaxis]
         if not blocks[chunk - first, 0]:
-            blocks[chunk - first, : _partial(group, session, chunk, tiers)[0]] = True
+            blocks[chunk - first, : _partial(group, session, chunk, pieces, tiers)] = True
         held: npt.NDArray[np.bool_] = blocks.ravel()
         return held[local_tokens // geometry.block_tokens - first * per_chunk :]
 
@@ -300,7 +310,7 @@ class HitFinder:
                 self.loaded_key(group, session, piece.chunk, piece.end, tiers=ANYWHERE)
                 for piece in pieces
             ]
-            there = _leading(session.holds(keys) & FLAG_HOST)
+            there = _leading(session.holds(keys).tobytes(), FLAG_HOST)
             if there < len(keys):
                 begins = min(begins, pieces[there].chunk * geometry.chunk_tokens)
             held += [(group.group, key) for key in keys[:there]]
@@ -320,11 +330,13 @@ def pieces_of(geometry: Geometry, local_tokens: int, end_tokens: int) -> Iterato
     """What a hit of `end_tokens` loads of one group beyond vLLM's own hit of `local_tokens`."""
     per_chunk = geometry.blocks_per_chunk
     block = max(local_tokens // geometry.block_tokens, geometry.first_block(end_tokens))
-    last = end_tokens // geometry.block_tokens
-    while block < last:
-        chunk, first = divmod(block, per_chunk)
-        block = min(last, (chunk + 1) * per_chunk)
-        yield Piece(chunk, first, block - chunk * per_chunk)
+    last_chunk, last = divmod(end_tokens // geometry.block_tokens, per_chunk)
+    chunk, first = divmod(block, per_chunk)
+    for whole in range(chunk, last_chunk):
+        yield Piece(whole, first, per_chunk)
+        first = 0
+    if chunk <= last_chunk and first < last:
+        yield Piece(last_chunk, first, last)
 
 
 def pieces_kept(geometry: Geometry, end_tokens: int) -> list[Piece]:
@@ -345,9 +357,14 @@ def keys_and_groups(found: Sequence[tuple[int, bytes]]) -> tuple[list[bytes], li
     return [key for _, key in found], groups if any(groups) else []
 
 
-def _found(session: SidecarSession, tags: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
+_Pieces: TypeAlias = dict[tuple[int, int], bytes]
+"""Group and chunk to the flags of its pieces, longest first, as one lookup found them."""
+
+
+def _found(session: SidecarSession, tags: npt.NDArray[np.uint64]) -> bytes:
+    """The flags of each tag, a byte each: a short row costs less as bytes than as an array."""
     assert session.index is not None, "a scheduler's session has one"
-    return session.index.lookup(tags)
+    return session.index.lookup(tags).tobytes()
 
 
 def _tags(group: GroupState, session: SidecarSession) -> npt.NDArray[np.uint64]:
@@ -364,24 +381,24 @@ def _tags(group: GroupState, session: SidecarSession) -> npt.NDArray[np.uint64]:
 
 
 def _partial(
-    group: GroupState, session: SidecarSession, chunk: int, tiers: int
-) -> tuple[int, bytes | None]:
-    """Blocks and key of the longest piece of a chunk that `tiers` hold under its own key."""
+    group: GroupState, session: SidecarSession, chunk: int, pieces: _Pieces, tiers: int
+) -> int:
+    """Blocks of the longest piece of a chunk that `tiers` hold under its own key; 0 for none."""
     blocks = min(group.chain.partial_blocks(chunk), group.geometry.blocks_per_chunk - 1)
     if blocks < 1:
-        return 0, None
-    tags = group.partial_tags.get(chunk)
-    if tags is None or len(tags) != blocks:
-        keys = [group.chain.partial(chunk, count) for count in range(blocks, 0, -1)]
-        tags = group.partial_tags[chunk] = tags_of(keys, session.index_salt)
-    found = np.flatnonzero(_found(session, tags) & tiers)
-    if not len(found):
-        return 0, None
-    best = blocks - int(found[0])
-    return best, group.chain.partial(chunk, best)
+        return 0
+    found = pieces.get((group.group, chunk))
+    if found is None:
+        tags = group.partial_tags.get(chunk)
+        if tags is None or len(tags) != blocks:
+            keys = [group.chain.partial(chunk, count) for count in range(blocks, 0, -1)]
+            tags = group.partial_tags[chunk] = tags_of(keys, session.index_salt)
+        found = pieces[group.group, chunk] = _found(session, tags)
+    first = found.translate(_TIERS[tiers]).find(1)
+    return blocks - first if first >= 0 else 0
 
 
-def _leading(flags: npt.NDArray[np.integer[Any]]) -> int:
-    """How many entries are non-zero before the first zero."""
-    zeros = np.flatnonzero(flags == 0)
-    return int(zeros[0]) if len(zeros) else len(flags)
+def _leading(flags: bytes, tiers: int) -> int:
+    """How many of these chunks `tiers` hold before the first that they do not."""
+    held = flags.translate(_TIERS[tiers]).find(0)
+    return held if held >= 0 else len(flags)

@@ -230,23 +230,29 @@ class SchedulerRole:
         chunks: list[LoadChunk] = []
         stored_tokens = 0
         runs: list[TokenRun] = []
+        # What is before a window is not loaded, but not computed either.
+        run = PromptOutcome.HOST
         for group, table in zip(state.groups, block_ids(), strict=True):
-            geometry = group.geometry
+            geometry, main = group.geometry, group.group == self._finder.main_group
+            per_chunk, keys = geometry.blocks_per_chunk, group.chain.keys
             for chunk, first, last in pieces_of(geometry, state.local_tokens, end_tokens):
-                key = self._finder.loaded_key(group, session, chunk, last)
-                start = chunk * geometry.blocks_per_chunk
+                if last == per_chunk:
+                    key = keys[chunk]
+                else:
+                    key = self._finder.loaded_key(group, session, chunk, last)
+                start = chunk * per_chunk
                 ids = list(table[start + first : start + last])
                 chunks.append(LoadChunk(key, first, ids, group.group))
-                if group.group == self._finder.main_group:
+                if main:
                     stored = key in state.from_store_keys
                     stored_tokens += stored * len(ids) * geometry.block_tokens
-                    # What is before a window is not loaded, but not computed either.
-                    runs.append(TokenRun(PromptOutcome.HOST, group.end_tokens(chunk, first)))
                     outcome = PromptOutcome.STORE if stored else PromptOutcome.HOST
-                    runs.append(TokenRun(outcome, group.end_tokens(chunk, last)))
+                    if outcome is not run:
+                        runs.append(TokenRun(run, group.end_tokens(chunk, first)))
+                        run = outcome
         load = state.load = Load(request.request_id, LoadJob(self.new_id(), chunks))
         state.hit_sources = (external_tokens - stored_tokens, stored_tokens)
-        state.hit_runs = runs
+        state.hit_runs = [*runs, TokenRun(run, end_tokens)]
         state.load_began = self.clock()
         self.tracer.planned(state, chunks)
         self._sort(state, end_tokens, loading=True)
