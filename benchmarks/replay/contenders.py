@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from benchmarks.replay.clairvoyant import ClairvoyantCache
 from benchmarks.replay.in_sidecar import SidecarCache
 from benchmarks.replay.references import REFERENCES
-from benchmarks.replay.replay import Hits, PolicyCache, bounds, replay
+from benchmarks.replay.replay import Hits, PolicyCache, RecordedPolicy, bounds, replay, seconds_of
 from tiers.policy import POLICIES
 
 if TYPE_CHECKING:
@@ -28,9 +28,10 @@ def policy_ratios(
     name: str, trace: PromptTrace, capacity: int, parts: Sequence[str]
 ) -> tuple[Ratios, float]:
     """Hit ratios of one of kvlake's policies, and microseconds for each requested chunk."""
-    cache = PolicyCache(POLICIES[name](), capacity)
-    found = _ratios(cache, trace, parts)
-    return found, cache.seconds * 1e6 / max(1, cache.requested)
+    recorded = RecordedPolicy(POLICIES[name]())
+    found = _ratios(PolicyCache(recorded, capacity), trace, parts)
+    requested = sum(len(arguments[0]) for call, arguments in recorded.calls if call == "use")
+    return found, seconds_of(recorded.calls, POLICIES[name]) * 1e6 / max(1, requested)
 
 
 def reference_ratios(name: str, trace: PromptTrace, capacity: int, parts: Sequence[str]) -> Ratios:

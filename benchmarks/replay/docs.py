@@ -64,7 +64,8 @@ def _costs(report: Report, cells: Sequence[tuple[str, int]]) -> list[str]:
     lines = [
         "### Cost",
         "",
-        "Microseconds of the policy for each chunk that a request asks for:",
+        "Microseconds of the policy's calls for each chunk that a request asks for, the fastest of",
+        "three replays:",
         "",
     ]
     lines += _table(

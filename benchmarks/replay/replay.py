@@ -8,11 +8,15 @@ Invariant of `PolicyCache`: its keys are those that the policy orders, at most `
 
 from __future__ import annotations
 
+import gc
 import time
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+
+from tiers.policy.key import Left
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Sequence
+    from collections.abc import Callable, Container, Iterator, Sequence
 
     from benchmarks.replay.traces import PromptRequest
     from tiers.policy import Policy
@@ -20,6 +24,8 @@ if TYPE_CHECKING:
 
 PARTS: Final = ("first", "second", "all")
 """Halves of a trace, by number of requests, and all of it."""
+TIMED: Final = 3
+"""How often the calls of a policy are timed."""
 
 
 def leading(keys: Sequence[CacheKey], cached: Container[CacheKey]) -> int:
@@ -41,6 +47,67 @@ class PromptCache(Protocol):
         ...
 
 
+class RecordedPolicy:
+    """Passes each call on to a policy, and records it."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        """Name of a method, and what it was called with."""
+
+    def use(self, keys: Sequence[CacheKey], num_tokens: int) -> None:
+        """As `Policy.use`."""
+        self.calls.append(("use", (keys, num_tokens)))
+        self._policy.use(keys, num_tokens)
+
+    def add(self, key: CacheKey, parent: CacheKey | None, uses: int = 0) -> None:
+        """As `Policy.add`."""
+        self.calls.append(("add", (key, parent, uses)))
+        self._policy.add(key, parent, uses)
+
+    def remove(self, key: CacheKey, why: Left = Left.EVICTED) -> None:
+        """As `Policy.remove`."""
+        self.calls.append(("remove", (key, why)))
+        self._policy.remove(key, why)
+
+    def admits(self, key: CacheKey, parent: CacheKey | None) -> bool:
+        """As `Policy.admits`."""
+        self.calls.append(("admits", (key, parent)))
+        return self._policy.admits(key, parent)
+
+    def victims(self) -> Iterator[CacheKey]:
+        """As `Policy.victims`, of which the caller takes the first."""
+        self.calls.append(("victims", ()))
+        return self._policy.victims()
+
+
+def seconds_of(
+    calls: Sequence[tuple[str, tuple[Any, ...]]], make_policy: Callable[[], Policy]
+) -> float:
+    """Processor time of these calls to a new policy, without the cache: the fastest of `TIMED`."""
+    found: list[float] = []
+    for _ in range(TIMED):
+        policy = make_policy()
+        methods: dict[str, Callable[..., Any]] = {
+            name: getattr(policy, name) for name in ("use", "add", "remove", "admits")
+        }
+        methods["victims"] = partial(_first_victim, policy)
+        bound = [(methods[name], arguments) for name, arguments in calls]
+        # As the sidecar does once it is ready: what is there already is not examined again.
+        gc.collect()
+        gc.freeze()
+        started = time.thread_time()
+        for call, arguments in bound:
+            call(*arguments)
+        found.append(time.thread_time() - started)
+        gc.unfreeze()
+    return min(found)
+
+
+def _first_victim(policy: Policy) -> CacheKey | None:
+    return next(policy.victims(), None)
+
+
 class PolicyCache:
     """A set of `capacity` keys, ordered by one of kvlake's policies.
 
@@ -52,23 +119,11 @@ class PolicyCache:
         self._policy = policy
         self._capacity = capacity
         self._cached: set[CacheKey] = set()
-        self.seconds = 0.0
-        """Processor time of the policy, and of the set."""
-        self.requested = 0
-        """Chunks."""
 
     def serve(self, request: PromptRequest) -> int:
         """Serve and cache a prompt. Returns how many of its first chunks were cached before."""
-        cached = self._cached
-        hits = leading(request.keys, cached)
-        self.requested += len(request.keys)
-        started = time.thread_time()
-        self._update(request)
-        self.seconds += time.thread_time() - started
-        return hits
-
-    def _update(self, request: PromptRequest) -> None:
         policy, cached = self._policy, self._cached
+        hits = leading(request.keys, cached)
         policy.use(request.keys, request.num_tokens)
         parents: list[CacheKey | None] = [None, *request.keys]
         missing = [
@@ -82,6 +137,7 @@ class PolicyCache:
         for key, parent in coming:
             policy.add(key, parent)
             cached.add(key)
+        return hits
 
     def _make_room(self, key: CacheKey, parent: CacheKey | None) -> bool:
         """Evict the first victim for a key; False if the key is worth less, or none is left."""

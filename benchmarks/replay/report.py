@@ -44,7 +44,7 @@ def text_of(report: Report) -> str:
         lines.append("")
         times = [one for one in report["times"] if one["trace"] == trace["name"]]
         lines += _section(
-            "microseconds of the policy for each requested chunk, by tokens of host memory",
+            "microseconds of the policy's calls for each requested chunk, by tokens of host memory",
             times,
             "tokens",
             millions,

@@ -34,7 +34,16 @@ from collections.abc import Iterator, Sequence
 from typing import Final, TypeAlias
 
 from tiers.policy.key import CacheKey, Left
-from tiers.policy.reuse import AGES, KIND_BITS, KIND_MASK, KINDS, USES, ReuseSample, age_of
+from tiers.policy.reuse import (
+    AGE_ENDS,
+    AGES,
+    KIND_BITS,
+    KIND_MASK,
+    KINDS,
+    USES,
+    ReuseSample,
+    age_of,
+)
 
 NEW_TOKENS: Final = (1_000, 3_000, 8_000, 24_000)
 """Where the kinds by new tokens of a request begin, except the first."""
@@ -58,6 +67,11 @@ _TRIED: Final = 1 << KIND_BITS
 _WAS_REFUSED: Final = _TRIED << 1
 _FLAG_BITS: Final = KIND_BITS + 2
 _REMOVED: Final = -1
+# A member of an enumeration takes three times as long to find.
+_PINNED: Final = Left.PINNED
+_GONE: Final = Left.GONE
+_Head: TypeAlias = tuple[int, int, float]
+_UNKNOWN: Final[_Head] = (-1, -1, 0.0)
 _USED_AGAIN: Final = [min(kind % USES + 1, USES - 1) for kind in range(KINDS)] + [1]
 """By kind, how a chunk counts after one more use."""
 
@@ -151,6 +165,8 @@ class DensityPolicy:
         """The first one, until something changes."""
         self._ranks: list[list[float]] | None = None
         """Worth by kind and age; None: the order is LRU."""
+        self._heads: list[_Head] = [_UNKNOWN] * KINDS
+        """By kind, the last use of the first in its queue, and its worth until a time."""
         self._chosen = REFUSED
         """The queue of the next victims."""
         self._chosen_left = 0
@@ -167,6 +183,7 @@ class DensityPolicy:
             return
         entries, sample, now = self._entries, self._sample, self._now
         young, old, pinned, mask = self._young, self._old, self._pinned, sample.mask
+        namings = self._namings
         cached = [entries.get(key) for key in keys]
         names = [hash(key) for key, entry in zip(keys, cached, strict=True) if entry is None]
         words = [young.get(name, -1) for name in names]
@@ -196,12 +213,13 @@ class DensityPolicy:
                 else:
                     young[name] = flags | kind
             else:
-                kind = base + _USED_AGAIN[entry.kind]
-                entry.kind, entry.last = kind, now
+                kind = entry.kind = base + _USED_AGAIN[entry.kind]
+                entry.last = now
                 if not entry.children:
                     self._push(entry)
-                for naming in self._namings:
-                    naming.over.add(entry)
+                if namings:
+                    for naming in namings:
+                        naming.over.add(entry)
             if not key[1][0] & mask:
                 sample.use(key, kind, now, cached=held)
         self._now = now
@@ -214,25 +232,16 @@ class DensityPolicy:
         if now - self._learned >= max(LEARNED_MIN, capacity // 2):
             self._learned = now
             self._worth = sample.worth(now)
-        self._ranks = None if sample.prefers_lru(now) else self._worth
+        ranks = None if sample.prefers_lru(now) else self._worth
+        if ranks is not self._ranks:
+            self._ranks = ranks
+            self._heads = [_UNKNOWN] * KINDS
         self._chosen_left = 0
         self._victim = None
 
     def _forget(self) -> None:
         """Forget the older half of the remembered keys, as the other half is full."""
         self._old, self._young = self._young, {}
-
-    def _remember(self, key: CacheKey, word: int) -> None:
-        name = hash(key)
-        self._old.pop(name, None)
-        self._young[name] = word
-        if len(self._young) > self._young_max:
-            self._forget()
-
-    def _word(self, key: CacheKey) -> int | None:
-        """What is remembered of a key that is not cached."""
-        name = hash(key)
-        return self._young.get(name, self._old.get(name))
 
     # --- entries -------------------------------------------------------------------------------
 
@@ -285,7 +294,7 @@ class DensityPolicy:
         if above is not None:
             above.children -= 1
             if not above.children:
-                self._push(above)
+                self._push(above, entry)
         elif entry.parent_key is not None:
             self._orphans[entry.parent_key] -= 1
             if not self._orphans[entry.parent_key]:
@@ -296,12 +305,12 @@ class DensityPolicy:
         self._victim = None
         if entry is self._newest:
             self._newest = None
-        if why is Left.PINNED:
+        if why is _PINNED:
             self._pinned[key] = kind
             if len(self._pinned) > PINNED_MAX:
                 # It may have left the cache while it was pinned.
                 del self._pinned[next(iter(self._pinned))]
-        elif why is not Left.GONE:
+        elif why is not _GONE:
             self._young[hash(key)] = self._now << _FLAG_BITS | kind
             if len(self._young) > self._young_max:
                 self._forget()
@@ -319,10 +328,14 @@ class DensityPolicy:
             self._push(self._newest)
         self._newest = None
 
-    def _push(self, entry: _Entry) -> None:
-        """Put an entry without children into its queue."""
+    def _push(self, entry: _Entry, instead: _Entry | None = None) -> None:
+        """Put an entry without children into its queue, maybe instead of one that was removed."""
         queue = self._queues[entry.kind]
-        heapq.heappush(queue, (entry.last, next(self._numbers), entry))
+        place = (entry.last, next(self._numbers), entry)
+        if queue and queue[0][2] is instead:
+            heapq.heapreplace(queue, place)
+            return
+        heapq.heappush(queue, place)
         if len(queue) > 2 * len(self._entries) + QUEUE_MIN:
             queue[:] = [place for place in queue if _stands(place, entry.kind)]
             heapq.heapify(queue)
@@ -337,18 +350,23 @@ class DensityPolicy:
         entries = self._entries
         if key in entries:
             raise KeyError(f"{key!r} is cached")
-        name = hash(key)
-        word = self._young.get(name)
+        name, young, old = hash(key), self._young, self._old
+        word = young.get(name)
         if word is None:
-            word = self._old.get(name, self._now << _FLAG_BITS)
-        above = None if parent is None else entries.get(parent)
-        if above is not None:
-            follows = above.kind != REFUSED
-        else:
-            follows = parent is None or not (self._word(parent) or 0) & _WAS_REFUSED
-        if follows and not word & _WAS_REFUSED and self._beats_first(word):
-            return True
-        self._remember(key, word | _WAS_REFUSED)
+            word = old.get(name, self._now << _FLAG_BITS)
+        if not word & _WAS_REFUSED:
+            above = None if parent is None else entries.get(parent)
+            if above is not None:
+                follows = above.kind != REFUSED
+            else:
+                before = hash(parent)
+                follows = not young.get(before, old.get(before, 0)) & _WAS_REFUSED
+            if follows and self._beats_first(word):
+                return True
+        old.pop(name, None)
+        young[name] = word | _WAS_REFUSED
+        if len(young) > self._young_max:
+            self._forget()
         return False
 
     def _beats_first(self, word: int) -> bool:
@@ -412,29 +430,35 @@ class DensityPolicy:
         if victim is None:
             # The newest has no place yet, or parents are in a circle, as no chain of hashes is.
             return self._newest or next(iter(self._entries.values()))
-        self._chosen = victim.kind
+        self._victim, self._chosen = victim, victim.kind
         self._chosen_left = CHOSEN_FOR if self._ranks is not None else 0
-        self._victim = victim
         return victim
 
     def _oldest(self) -> _Entry | None:
         """The one of least worth among the first of each queue."""
-        now, worth, found, least = self._now + 1, self._ranks, None, 0.0
+        now, worth, heads, found, least = self._now + 1, self._ranks, self._heads, None, 0.0
         for kind, queue in enumerate(self._queues):
-            _clean(queue, kind)
-            if not queue:
+            # As `_clean`, which would take twice the time.
+            while queue:
+                last, _, entry = queue[0]
+                if entry.last == last and not entry.children and entry.kind == kind:
+                    break
+                heapq.heappop(queue)
+            else:
                 continue
-            last, _, entry = queue[0]
             if kind == REFUSED:
                 return entry
             if worth is None:
                 value = float(last)
             else:
-                # As `age_of`, which would take twice the time.
-                uses = now - last
-                octave = uses.bit_length() - 1
-                age = 2 * octave + (uses * uses >> 2 * octave + 1)
-                value = worth[kind][age if age < AGES else AGES - 1]
+                known, until, value = heads[kind]
+                if known != last or now > until:
+                    # As `age_of`, which would take twice the time.
+                    uses = now - last
+                    octave = uses.bit_length() - 1
+                    age = min(2 * octave + (uses * uses >> 2 * octave + 1), AGES - 1)
+                    value = worth[kind][age]
+                    heads[kind] = (last, last + AGE_ENDS[age], value)
             if found is None or value < least or (value == least and last < found.last):
                 found, least = entry, value
         return found

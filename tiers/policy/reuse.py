@@ -7,6 +7,7 @@ Invariants: at most `SAMPLED_MAX` keys are remembered for a cache of up to 900,0
 beyond; a use takes constant time.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Final
@@ -48,6 +49,13 @@ def age_of(uses: int) -> int:
     octave = number.bit_length() - 1
     age = 2 * octave + (number * number >> 2 * octave + 1)
     return age if age < AGES else AGES - 1
+
+
+AGE_ENDS: Final = (
+    *(math.isqrt((1 << age + 1) - 1) for age in range(AGES - 1)),
+    1 << 62,
+)
+"""The last use of each age, counted from 1."""
 
 
 class ReuseSample:
