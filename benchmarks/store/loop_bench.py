@@ -8,7 +8,8 @@ comparison, of as long a time in which nothing was asked. On a machine that othe
 mostly theirs. So `control` is that of a process that does nothing, in the same time, and the lag is
 taken apart: `computing` is what the loop's own thread computed between two turns, `no_core` how
 long it was ready and other threads and processes had the cores, and `lock` the rest: its wait for
-Python's lock, which worker threads hold, some of them without a core. Prints one JSON object.
+Python's lock, which worker threads hold, some of them without a core. `--without-figures`
+keeps nothing for operators that the settings can leave out. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -44,6 +45,15 @@ HOST_SIZE: Final = "224MiB"
 """Two runs of 24 chunks of 4 MiB, and a little."""
 LOOKUP_MS: Final = 20_000
 LAG_MS_MAX: Final = 5.0
+
+FIGURES: Final = (
+    "gone_keys_max",
+    "prompts_kept",
+    "transfers_kept",
+    "curve_keys_max",
+    "history_seconds",
+)
+"""Limits of what is kept for operators alone; 0 keeps nothing."""
 
 Lags = npt.NDArray[np.float64]
 
@@ -150,14 +160,16 @@ def _between(path: Path, first: float, last: float) -> dict[str, Lags]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=10)
+    parser.add_argument("--without-figures", action="store_true")
     options = parser.parse_args()
+    without = dict.fromkeys(FIGURES, 0) if options.without_figures else {}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         server = stack.enter_context(plain_server())
         keys = [key_of("loop", number) for number in range(CHUNKS)]
         config = {
             "host": {"size": HOST_SIZE},
-            "limits": {"lookup_wait": "20s"},
+            "limits": {"lookup_wait": "20s", **without},
             "store": {"url": server.url, "refresh_seconds": "1s", **server.settings},
         }
         lags = folder / "lags"
