@@ -131,7 +131,11 @@ class Engine:
         self.jobs = Jobs(parts)
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        """Process one event; returns what to do, in order. `now` never decreases.
+        """Process one event; see `handle_all`."""
+        return self.handle_all((event,), now)
+
+    def handle_all(self, events: Iterable[Event], now: float) -> list[Command]:
+        """Process events that came at once; returns what to do, in order. `now` never decreases.
 
         Raises:
             KeyError: a copy, read or write ended that was not running.
@@ -140,10 +144,11 @@ class Engine:
         self.lookups.now = self.host.now = now
         self.host.expire(now)
         self._apply_host_changes()
-        # Before the event, because rows of the catalog are counted apart from other changes.
+        # Before the events, because rows of the catalog are counted apart from other changes.
         self._publish_changes()
-        self._dispatch(event, now)
-        self._apply_host_changes()
+        for event in events:
+            self._dispatch(event, now)
+            self._apply_host_changes()
         for chunk, outcome in self.reads.pump(now):
             self.lookups.chunk_failed(chunk, outcome)
         self._apply_host_changes()

@@ -252,11 +252,10 @@ class Jobs(CorePart):
         self._host.release(copy.segment)
         if outcome is Outcome.OK:
             copy.segment.verified |= command.verify
-            own = self._tenants.counters(copy.segment.chunk.tenant)
-            own.chunks_loaded += 1
-            own.bytes_loaded += copy.num_bytes
-            self._counters.chunks_loaded += 1
-            self._counters.bytes_loaded += copy.num_bytes
+            num_bytes = copy.num_bytes
+            for counters in (self._counters, self._tenants.counters(copy.segment.chunk.tenant)):
+                counters.chunks_loaded += 1
+                counters.bytes_loaded += num_bytes
         elif outcome is Outcome.CORRUPT:
             self._host.quarantine(copy.segment.chunk)
         return outcome
@@ -266,9 +265,9 @@ class Jobs(CorePart):
     ) -> Outcome:
         counters, chunk = self._counters, copy.segment.chunk
         if outcome is Outcome.OK:
-            own = self._tenants.counters(chunk.tenant)
-            counters.bytes_stored += copy.num_bytes
-            own.bytes_stored += copy.num_bytes
+            own, num_bytes = self._tenants.counters(chunk.tenant), copy.num_bytes
+            counters.bytes_stored += num_bytes
+            own.bytes_stored += num_bytes
             if self._host.filled(copy.segment, len(command.block_ids), command.parent):
                 counters.chunks_stored += chunk.loadable
                 own.chunks_stored += chunk.loadable

@@ -109,8 +109,8 @@ class CopyGroup:
     @property
     def num_bytes(self) -> int:
         """Bytes to copy."""
-        layout = self.rank.layout
-        return sum(layout.payload_bytes(len(command.block_ids)) for command in self.commands)
+        num_blocks = sum(len(command.block_ids) for command in self.commands)
+        return num_blocks * self.rank.layout.block_payload_bytes
 
     @property
     def may_start(self) -> bool:

@@ -141,7 +141,7 @@ class Dispatcher:
         """Set when, while draining, no work is left."""
         self.jobs: JobSocket | None = None
         """The socket for replies, once there is one."""
-        self._events: deque[Event] = deque()
+        self._events: deque[tuple[Event, ...]] = deque()
         self._feeding = False
         self._over = False
 
@@ -223,26 +223,25 @@ class Dispatcher:
 
     # --- events ----------------------------------------------------------------------------
 
-    def feed(self, event: Event) -> None:
-        """Pass an event to the engine, and carry out its commands."""
+    def feed(self, *events: Event) -> None:
+        """Pass events that came at once to the engine, and carry out its commands."""
         if self._over:
             return
-        self._events.append(event)
+        self._events.append(events)
         if self._feeding:
             return
         self._feeding = True
         try:
             while self._events:
-                event = self._events.popleft()
-                self.executor.execute(self.engine.handle(event, time.monotonic()))
+                events = self._events.popleft()
+                self.executor.execute(self.engine.handle_all(events, time.monotonic()))
         finally:
             self._feeding = False
         if self.engine.draining and self.engine.pending_work().idle:
             self.drained.set()
 
     def _copied(self, ended: list[Copied]) -> None:
-        for event in ended:
-            self.feed(event)
+        self.feed(*ended)
 
     # --- sessions --------------------------------------------------------------------------
 

@@ -34,6 +34,22 @@ def test_copies_of_a_closed_session_go_on() -> None:
     assert world.copied(gather.copy_id) == [IndexSet(0, key(1), in_host=True, in_store=False)]
 
 
+def test_copies_that_end_at_once_are_answered_and_indexed_together() -> None:
+    world = no_writes()
+    worker = world.open(Role.WORKER)
+    gathers = only(world.store(worker, 1, [1, 2]), Gather)
+    for gather in gathers:
+        world.content[gather.slot].sealed = True
+        del world.gathers[gather.copy_id]
+    commands = world.engine.handle_all(
+        [Copied(gather.copy_id, Outcome.OK) for gather in gathers], world.now
+    )
+    world.note(commands)
+    indexed = [IndexSet(0, key(number), in_host=True, in_store=False) for number in (1, 2)]
+    assert commands[:2] == indexed
+    assert messages(commands, worker) == done(1, Outcome.OK)
+
+
 def test_events_of_unknown_sessions_are_counted() -> None:
     world = make_world()
     world.store(99, 1, [1])

@@ -52,6 +52,8 @@ from tests.simulation.images import Images
 from tests.simulation.retained import Retained
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tests.simulation.process import SidecarProcess
 
 
@@ -89,19 +91,25 @@ class Checks:
             process.dispatcher.executor,
             process.pool,
         )
-        handle, execute = engine.handle, executor.execute
+        handle, execute = engine.handle_all, executor.execute
         allocate, free = slots.allocate, slots.free
 
-        def handled(event: Event, now: float) -> list[Command]:
-            work = self._before(process, event)
+        def handled(events: Sequence[Event], now: float) -> list[Command]:
+            works = [self._before(process, event) for event in events]
             self._handling = True
-            commands = handle(event, now)
+            commands = handle(events, now)
             self._handling = False
+            self.world.saw(f"{min(len(events), 2)} events at once")
             self.world.note(
-                f"engine: {type(event).__name__}, {len(commands)} commands:",
-                lambda: f"{brief(event)} -> {', '.join(map(brief, commands)) or '-'}",
+                f"engine: {type(events[0]).__name__} x {len(events)}, {len(commands)} commands:",
+                lambda: (
+                    f"{', '.join(map(brief, events))} -> {', '.join(map(brief, commands)) or '-'}"
+                ),
             )
-            self._after(process, event, work, commands, now)
+            for event, work in zip(events, works, strict=True):
+                # Nobody knows which of them a command is for, so all count as those of the last.
+                last = event is events[-1]
+                self._after(process, event, work, commands if last else [], now)
             return commands
 
         def executed(commands: list[Command]) -> None:
@@ -119,7 +127,7 @@ class Checks:
             free(offset)
 
         for owner, name, value in (
-            (engine, "handle", handled),
+            (engine, "handle_all", handled),
             (executor, "execute", executed),
             (slots, "allocate", allocated),
             (slots, "free", freed),

@@ -36,6 +36,8 @@ from tests.simulation.clock import Hop, Violation, VirtualLoop, World
 from tests.simulation.objects import Bucket, FaultyObjects
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tests.simulation.checks import Checks
     from tests.simulation.wire import Wire
 
@@ -276,7 +278,7 @@ class SidecarProcess:
         self.checks.died(self, kept=kept)
         if killed:
             # It learns of nothing any more: not of its clients' ends, nor that time has passed.
-            cast("Any", self.dispatcher.engine).handle = _deaf
+            cast("Any", self.dispatcher.engine).handle_all = _deaf
         for hop in self.hops:
             hop.kill()
         self.dispatcher.end()
@@ -376,7 +378,7 @@ def _forget_index(index: Any) -> None:
     os.close(index.fd)
 
 
-def _deaf(event: Event, now: float) -> list[Command]:
+def _deaf(events: Sequence[Event], now: float) -> list[Command]:
     return []
 
 
