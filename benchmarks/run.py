@@ -29,12 +29,14 @@ BENCHMARKS = {
     "directory": "benchmarks.micro.directory_bench",
     "scheduler": "benchmarks.micro.scheduler_bench",
     "wire": "benchmarks.micro.wire_bench",
+    "segments": "benchmarks.micro.segments_bench",
     "copy": "benchmarks.micro.copy_bench",
     "restart": "benchmarks.micro.restart",
     "objects": "benchmarks.store.objects_bench",
     "loop": "benchmarks.store.loop_bench",
     "catalog": "benchmarks.micro.catalog_bench",
     "engine": "benchmarks.compare.engine_bench",
+    "large": "benchmarks.compare.large_bench",
     "savings": "benchmarks.compare.savings_bench",
     "bandwidth": "benchmarks.store.bandwidth_bench",
 }
@@ -56,7 +58,10 @@ def _at_least(name: str, field: str, limit: float) -> tuple[str, Callable[[dict[
 
 TARGETS = [
     _at_most("index", "lookup_400_p50_us", 100),
-    _at_most("wire", "round_trip_p50_us", 200),
+    _at_most("wire", "round_trip_p50_us", 150),
+    _at_most("scheduler", "matched_tokens_miss_p99_us", 200),
+    _at_most("scheduler", "allocated_p99_us", 200),
+    _at_most("scheduler", "allocated_miss_p99_us", 200),
     _at_least("copy", "store_ratio", 0.85),
     _at_least("copy", "load_ratio", 0.85),
     _at_least("savings", "ratio", 0.8),

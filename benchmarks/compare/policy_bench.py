@@ -20,11 +20,10 @@ import json
 import os
 import random
 import shutil
-import signal
 import statistics
 import tempfile
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -32,13 +31,14 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from benchmarks.compare.engine_bench import attached, quiet
+from benchmarks.compare.turns import awake, resume, stop
 from benchmarks.replay.traces import TraceError, read_trace
 from sidecar.demo.model import WORDS, write_model
 from tests.harness.engine import EngineProcess, EngineSpec
 from tests.harness.sidecars import SidecarProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Sequence
 
     from tiers.policy.key import CacheKey
 
@@ -111,17 +111,6 @@ def start(stack: ExitStack, folder: Path, model: str, policy: str, size: int) ->
     return PolicyArm(engine, sidecar, watched)
 
 
-@contextmanager
-def awake(arm: PolicyArm) -> Generator[None]:
-    """Let an engine run that is stopped otherwise."""
-    group = arm.engine.process.pid
-    os.killpg(group, signal.SIGCONT)
-    try:
-        yield
-    finally:
-        os.killpg(group, signal.SIGSTOP)
-
-
 def serve(arm: PolicyArm, prompt: list[int]) -> None:
     """Answer one request, from kvlake's cache and by computing."""
     arm.engine.reset_prefix_cache()
@@ -154,15 +143,14 @@ def measure(
     with ExitStack() as stack:
         arms = {name: start(stack, folder, model, name, size) for name in POLICIES}
         for arm in arms.values():
-            os.killpg(arm.engine.process.pid, signal.SIGSTOP)
+            stop(arm.engine)
         for number, prompt in enumerate(prompts):
             tokens = tokens_of(prompt)
             for name in POLICIES if number % 2 else reversed(POLICIES):
-                with awake(arms[name]):
+                with awake(arms[name].engine):
                     serve(arms[name], tokens)
         for arm in arms.values():
-            # It ends by itself.
-            os.killpg(arm.engine.process.pid, signal.SIGCONT)
+            resume(arm.engine)
         result: dict[str, Any] = {
             "prompt_tokens": sum(len(prompt) * BLOCK_TOKENS + 1 for prompt in prompts),
             "blocks": len(blocks),

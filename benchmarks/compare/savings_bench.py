@@ -35,7 +35,7 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
     """Both differences, in seconds, for each length and over all."""
     bench = Bench(folder, rounds)
     result: dict[str, Any] = {"rounds": rounds}
-    with bench.sidecar(with_store=False) as sidecar:
+    with bench.sidecar("host", with_store=False) as sidecar:
         spec = EngineSpec(bench.model, sidecar.socket)
         with EngineProcess(spec, folder / "engine.log") as engine:
             engine.wait_ready()
