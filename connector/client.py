@@ -126,7 +126,8 @@ class Client:
     """Attaches to the sidecar at the first path that accepts, and again whenever it comes back.
 
     `make_attempt` builds message and descriptors of each attempt, on the thread. Waits up to
-    `attach_seconds` for the first session: for the start of an engine, never in a step.
+    `attach_seconds` for the first session: for the start of an engine, never in a step. `when`
+    calls `start` once there is something to attach with; if it does so later, nothing waits.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class Client:
         *,
         attach_seconds: float = 0.0,
         retry_seconds: float = 0.2,
+        when: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
         self._paths = paths
         self._make_attempt = make_attempt
@@ -156,8 +158,17 @@ class Client:
         """Messages of an earlier run of the sidecar that were dropped."""
         self._pid = os.getpid()
         self.thread = threading.Thread(target=self._run, name="kvlake-attach", daemon=True)
-        self.thread.start()
-        self.wait_attached(attach_seconds)
+        if when is None:
+            self.start()
+        else:
+            when(self.start)
+        if self.thread.is_alive():
+            self.wait_attached(attach_seconds)
+
+    def start(self) -> None:
+        """Begin to attach, once, on any thread. Does nothing after `close`."""
+        if not self._closing.is_set():
+            self.thread.start()
 
     # --- the engine's thread -------------------------------------------------------------------
 
@@ -247,7 +258,8 @@ class Client:
             how = socket.SHUT_WR if release_seconds_max else socket.SHUT_RDWR
             with contextlib.suppress(OSError):
                 connection.shutdown(how)
-        self.thread.join(timeout=wait_seconds_max + release_seconds_max)
+        if self.thread.ident is not None:
+            self.thread.join(timeout=wait_seconds_max + release_seconds_max)
         self._released = not (self._unanswered or self.thread.is_alive())
         if connection is not None:
             with contextlib.suppress(OSError):

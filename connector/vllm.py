@@ -126,15 +126,19 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             log_unknown_options(transfer.kv_connector_extra_config, CONNECTOR_OPTIONS)
         elif vllm_config.lora_config is not None:
             watch_adapter_loads(self._adapters)
-        self._engine = EngineProfile(vllm_config, kv_cache_config)
-        if schedules and self._engine.refusal:
-            logger.warning(UNCACHED, self._engine.refusal)
-            self._notify_uncached(self._engine.reason, self._engine.refusal)
-        elif schedules:
+        self._engine = EngineProfile(vllm_config, kv_cache_config, logs=schedules)
+        if schedules:
+            self._engine.then(self._report_refusal)
+        if schedules and not self._engine.refusal:
             outer = multi_connector_transfer()
             self._beside_others = outer is not None
             # Both before vLLM goes on: it reads the policy that this sets.
             self._reads = transfer.is_kv_consumer and recomputes_failed_loads(transfer, outer)
+
+    def _report_refusal(self) -> None:
+        if self._engine.refusal:
+            logger.warning(UNCACHED, self._engine.refusal)
+            self._notify_uncached(self._engine.reason, self._engine.refusal)
 
     def _notify_uncached(self, reason: UncachedReason, message: str) -> None:
         """Tell the sidecar, for as long as this process lives, that it is not cached."""
@@ -195,7 +199,12 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             rank = engine.parallel_layout.this_rank()
             return engine.attach(Role.WORKER, rank, exported, memory=exported.shared)
 
-        make_client = partial(Client, engine.sockets, attach_seconds=engine.attach_seconds)
+        make_client = partial(
+            Client,
+            engine.sockets,
+            attach_seconds=engine.attach_seconds,
+            when=engine.when_identified,
+        )
         self._worker = WorkerRole(share, make_client, describe)
         self._notify_refused_worker()
 
@@ -248,6 +257,10 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         """Loads that ended on this rank, failed ones among them."""
         if self._worker is None:
             return KVConnectorTransferResults()
+        if self._engine.refusal and not self._worker.refusal:
+            # Known only after the memory was shared.
+            self._worker.refuse(self._engine.refusal)
+            self._notify_refused_worker()
         results = self._worker.collect()
         self._report = results.report
         return KVConnectorTransferResults(
@@ -274,9 +287,13 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         index = vllm_config.parallel_config.data_parallel_index
         endpoint, replay = events_endpoints(events, index)
         parts: dict[str, Any] = {"events_endpoint": endpoint, "events_replay": replay}
-        attach = engine.attach(Role.SCHEDULER, 0, want_events=self._wants_events, **parts)
-        wait_seconds = engine.attach_seconds
-        client = Client(engine.sockets, lambda: Attempt(attach), attach_seconds=wait_seconds)
+        parts["want_events"] = self._wants_events
+        client = Client(
+            engine.sockets,
+            lambda: Attempt(engine.attach(Role.SCHEDULER, 0, **parts)),
+            attach_seconds=engine.attach_seconds,
+            when=engine.when_identified,
+        )
         if engine.media_refusal:
             logger.warning(
                 "kvlake: requests with images, audio or video are not cached, because %s",
@@ -332,6 +349,8 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         """This step's jobs."""
         if self._scheduler is None:
             return KVLakeMetadata(StepPlan())
+        if self._engine.refusal and not self._scheduler.retired:
+            self._scheduler.retire()
         state = scheduler_output.kv_connector_block_state
 
         def block_ids_of(request_id: str) -> Sequence[list[int]]:
@@ -360,7 +379,8 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(metadata, KVLakeWorkerMetadata):
             self._scheduler.stores_ended(metadata.report)
             if metadata.report.refusal and not self._scheduler.retired:
-                logger.warning(UNCACHED, metadata.report.refusal)
+                if not self._engine.refusal:
+                    logger.warning(UNCACHED, metadata.report.refusal)
                 self._scheduler.retire()
 
     def request_finished(
@@ -448,6 +468,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """Detach. vLLM does not always call this, so the sidecar relies on end of file."""
+        self._engine.close()
         unwatch_weights(self._weights)
         if self._scheduler is not None:
             unwatch_weights(self._scheduler)

@@ -253,6 +253,10 @@ class WorkerRole:
             results.report.failed += 1
             results.failed_stores.add(job.job.job_id)
 
+    def refuse(self, reason: str) -> None:
+        """Never attach: the scheduler learns of it with the next step. May be repeated."""
+        self.refusal = self._results.report.refusal = reason
+
     def unregister(self) -> None:
         """Detach before the engine sleeps and its memory is freed. May be repeated.
 

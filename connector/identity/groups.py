@@ -73,11 +73,12 @@ class Geometry:
         return self.attention.unread(num_tokens) // self.block_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CachedGroup:
     """A group as keys need it."""
 
     namespace_digest: bytes
+    """Empty until the weights are identified (`reading.py`). Changes once, from another thread."""
     geometry: Geometry
 
 

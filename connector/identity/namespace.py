@@ -1,10 +1,11 @@
 """The namespace: what must be equal for KV bytes of one engine to be right in another.
 
-Owns the reading of vLLM's configuration into a small JSON object. Equal JSON means equal bytes for
-equal tokens, so anything that could change the bytes is in it. It is put together from the identity
-of the weights (`weights.py`), further settings, the geometry of a KV cache group, and the encoding
-of its values. LoRA adapters are part of keys instead (`adapters.py`). Tokens per block are in it
-only if blocks of one size cannot be made of blocks of another (`tiers/kv/layout.py`).
+Owns the reading of vLLM's configuration into a small JSON object, the description. Equal JSON means
+equal bytes for equal tokens, so anything that could change the bytes is in it. It is put together
+from the identity of the weights (`weights.py`), further settings, the geometry of a KV cache group,
+and the encoding of its values. LoRA adapters are part of keys instead (`adapters.py`). Tokens per
+block are in it only if blocks of one size cannot be made of blocks of another
+(`tiers/kv/layout.py`).
 
 A seldom setting (how images are encoded, what a model is run as) that is not given is not in it, so
 engines without it share with those of earlier versions of kvlake. Settings that change only
@@ -49,7 +50,7 @@ _DTYPES_BY_TOKEN: Final = ("bfloat16", "float16", "float32", "float8_e4m3fn", "f
 """With these the CUDA backends above keep K and V of a token side by side, scales elsewhere."""
 
 
-def namespace_of(
+def description_of(
     vllm_config: Any,
     *,
     block_tokens: int,
@@ -58,8 +59,8 @@ def namespace_of(
     layer_names: Sequence[str] = (),
     kv_heads: int = 0,
     drafter: Mapping[str, Any] | None = None,
-) -> bytes:
-    """Canonical JSON (UTF-8, sorted keys) of the namespace of an engine's KV cache group.
+) -> dict[str, Any]:
+    """The namespace of an engine's KV cache group, which `canonical_json` writes once `completed`.
 
     Head counts come from the model and not from the group's `spec`, so that ranks of a
     tensor-parallel engine agree. For recurrent layers the spec describes a rank's part, so engines
@@ -84,7 +85,7 @@ def namespace_of(
             "state": state_description(vllm_config, spec),
             "group": list(layer_names),
         }
-        return canonical_json(description)
+        return description
     kv_dtype = str(spec.dtype).removeprefix("torch.")
     description |= {
         "kv_dtype": kv_dtype,
@@ -99,7 +100,7 @@ def namespace_of(
         description |= {"group": list(layer_names), "kv_heads": kv_heads}
     if drafter:
         description["drafter"] = dict(drafter)
-    return canonical_json(description)
+    return description
 
 
 def served_as(model: str, name: str) -> str:
@@ -110,12 +111,15 @@ def served_as(model: str, name: str) -> str:
 
 
 def canonical_json(description: dict[str, Any]) -> bytes:
-    """The bytes of a namespace: equal for equal descriptions."""
+    """The bytes of a namespace (UTF-8, sorted keys): equal for equal descriptions."""
     return json.dumps(description, sort_keys=True, separators=(",", ":")).encode()
 
 
 def offloading_identity(vllm_config: Any, block_tokens: int) -> dict[str, Any]:
-    """What the bytes depend on and vLLM's offloading interface does not tell; raises as above."""
+    """What the bytes depend on and vLLM's offloading interface does not tell.
+
+    To be `completed`, and raises, as `description_of`.
+    """
     model = vllm_config.model_config
     values = SimpleNamespace(dtype=model.dtype, head_size=int(model.get_head_size()))
     identity = _of_model(vllm_config) | {

@@ -1,11 +1,12 @@
 """What both roles must agree on about their engine: its groups, their namespaces, how it attaches.
 
 Read once from vLLM's configuration. If the engine is refused (`identity/eligibility.py`), only
-`refusal`, `reason` and what is set before them exist.
+`refusal`, `reason` and what is set before them exist. If its weights must be read first, namespaces
+are empty until they are (`reading.py`), and a refusal may come later.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,8 +22,15 @@ from connector.identity.eligibility import (
     unsupported_reason,
 )
 from connector.identity.groups import CachedGroup, Geometry, chunk_tokens_of, whole_blocks
-from connector.identity.namespace import digest_of, encoding_of, namespace_of, served_as
+from connector.identity.namespace import (
+    canonical_json,
+    description_of,
+    digest_of,
+    encoding_of,
+    served_as,
+)
 from connector.identity.parallelism import ParallelLayout, parallel_layout_of
+from connector.identity.reading import Identity
 from connector.identity.speculative import speculation_of
 from connector.identity.weights import WeightsUnknown
 from connector.options import chunk_tokens_source, option
@@ -33,11 +41,12 @@ CHUNK_TOKENS: Final = 256
 """The default, rounded up to whole blocks."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineGroup(CachedGroup):
     """A group as workers share it."""
 
     namespace: bytes
+    """Empty until the weights are identified."""
     layer_names: list[str]
     num_heads: int
     encoding: str
@@ -63,9 +72,9 @@ def block_bytes_of(kv_cache_config: Any, world_size: int) -> list[int]:
 
 
 class EngineProfile:
-    """An engine as vLLM's configuration describes it."""
+    """An engine as vLLM's configuration describes it. If it `logs`, the log tells of long reads."""
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, *, logs: bool = False) -> None:
         transfer = vllm_config.kv_transfer_config
         extra = transfer.kv_connector_extra_config
         self.sockets = sockets_of(extra.get("socket"))
@@ -80,6 +89,7 @@ class EngineProfile:
         self.num_blocks = int(kv_cache_config.num_blocks)
         self.reason: UncachedReason = "unsupported"
         """The label of a refusal in the sidecar's metrics."""
+        self._identity: Identity | None = None
         self.refusal = unsupported_reason(vllm_config, kv_cache_config)
         if self.refusal:
             return
@@ -90,13 +100,16 @@ class EngineProfile:
             return
         try:
             self.speculation = speculation_of(vllm_config)
-            self.groups = [
+            found = [
                 self._group(vllm_config, group, chunk_tokens, alone=len(groups) == 1)
                 for group in groups
             ]
+            self.groups = [group for group, _ in found]
+            self._identity = Identity([description for _, description in found], logs=logs)
         except (WeightsUnknown, OSError) as error:
-            self.refusal, self.reason = str(error), "weights"
+            self._refuse(str(error))
             return
+        self._identity.then(self._identified)
         self.media_refusal = media_unsupported_reason(vllm_config)
         self.replicas = self.parallel_layout.tensors if self.groups[0].latent else 1
         self.topology = self.parallel_layout.topology(self.replicas)
@@ -105,7 +118,8 @@ class EngineProfile:
 
     def _group(
         self, vllm_config: Any, group: Any, chunk_tokens: int, *, alone: bool
-    ) -> EngineGroup:
+    ) -> tuple[EngineGroup, dict[str, Any]]:
+        """A group without its namespace, and the description of that."""
         spec = group.kv_cache_spec
         layer_names: list[str] = list(group.layer_names)
         attention = attention_of(spec)
@@ -114,7 +128,7 @@ class EngineProfile:
         tokens = chunk_tokens_of(chunk_tokens, block_tokens, attention)
         geometry = Geometry(block_tokens, tokens, attention)
         num_heads = num_heads_of(vllm_config, spec)
-        namespace = namespace_of(
+        description = description_of(
             vllm_config,
             block_tokens=block_tokens,
             blocks_per_chunk=geometry.blocks_per_chunk,
@@ -124,15 +138,41 @@ class EngineProfile:
             kv_heads=num_heads,
             drafter=self.speculation.drafter,
         )
-        return EngineGroup(
-            digest_of(namespace),
-            geometry,
-            namespace,
-            layer_names,
-            num_heads,
-            encoding_of(vllm_config, block_tokens, spec),
-            isinstance(spec, MLAAttentionSpec),
-        )
+        encoding = encoding_of(vllm_config, block_tokens, spec)
+        latent = isinstance(spec, MLAAttentionSpec)
+        made = EngineGroup(b"", geometry, b"", layer_names, num_heads, encoding, latent)
+        return made, description
+
+    def _identified(self) -> None:
+        assert self._identity is not None
+        if self._identity.refusal:
+            self._refuse(self._identity.refusal)
+            return
+        for group, description in zip(self.groups, self._identity.descriptions, strict=True):
+            group.namespace = canonical_json(description)
+            group.namespace_digest = digest_of(group.namespace)
+
+    def _refuse(self, why: str) -> None:
+        # The reason first: another thread may wait for the refusal.
+        self.reason = "weights"
+        self.refusal = why
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Call this when it is known whether the engine is refused: at once, or on a thread."""
+        if self._identity is None:
+            call()
+        else:
+            self._identity.then(call)
+
+    def when_identified(self, call: Callable[[], None]) -> None:
+        """Call this when the namespaces are known: at once, on a thread, or never."""
+        assert self._identity is not None, "it was refused"
+        self._identity.when_complete(call)
+
+    def close(self) -> None:
+        """Stop reading weights; calls that were not made yet are not made."""
+        if self._identity is not None:
+            self._identity.close()
 
     def owner(self, group: int) -> str:
         """Owner of a group's chunks in KV cache events."""

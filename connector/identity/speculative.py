@@ -32,7 +32,8 @@ class Speculation:
     ahead_tokens: int = 0
     """Tokens after a position that its KV depends on."""
     drafter: dict[str, Any] = field(default_factory=dict[str, Any])
-    """The identity of a drafter with layers in the KV cache, for the namespace."""
+    """The identity of a drafter with layers in the KV cache, for the namespace; to be `completed`
+    (`weights.py`)."""
     sequence_tokens_max: int = 0
     """A step with a longer sequence drafts nothing, for no request; 0: no limit."""
     draft_tokens: int = 0

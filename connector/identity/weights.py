@@ -2,19 +2,24 @@
 
 A model from a hub is its name and commit. A folder or a file is what it holds, not its path: the
 same model under two paths is shared, two fine-tunes under one path are not. If nothing tells
-weights from others, `WeightsUnknown` says why. `file_digests.py` reads the large files.
+weights from others, `WeightsUnknown` says why.
+
+Large files are not read here: an identity has `UnreadFiles` in place of a digest of such files,
+with the stamps that they have now. `file_digests.py` reads them, and `completed` puts the digest in
+their place.
 """
 
 import hashlib
 import json
 import os
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
-from connector.identity.file_digests import digests_of, file_digest, file_stamp, stamps_settled
+from connector.identity.file_digests import file_digest, file_stamp, read_all, stamps_settled
 
 _DIGEST_DOMAIN: Final = b"kvlake/weights/2\0"
 """Change it with what is hashed, so that digests of two versions are never equal."""
@@ -59,9 +64,54 @@ class WeightsUnknown(Exception):
     """Nothing tells these weights from others; the message gives the reason and the remedy."""
 
 
+@dataclass(frozen=True, slots=True)
+class UnreadFiles:
+    """Stands for the digest of files, of which the large ones are still to be read."""
+
+    files: Sequence[tuple[str, str, str]]
+    """Name, hex digest and stamp of each file. One that is read has no stamp, another no digest."""
+    single: bool = False
+    """It is one file, and known by its own digest."""
+
+    @property
+    def stamps(self) -> list[str]:
+        """The files to be read."""
+        return [stamp for _, _, stamp in self.files if stamp]
+
+    def digest(self, digests: Mapping[str, str]) -> str:
+        """The hex digest of all files, given those of the unread ones by stamp."""
+        found = [(name, digest or digests[stamp]) for name, digest, stamp in self.files]
+        if self.single:
+            return found[0][1]
+        hasher = hashlib.sha256(_DIGEST_DOMAIN)
+        for name, digest in found:
+            _hash_name(hasher, name)
+            hasher.update(bytes.fromhex(digest))
+        return hasher.hexdigest()
+
+
+def unread_stamps(description: Any) -> Iterator[str]:
+    """Stamps of all files that a description still needs."""
+    if isinstance(description, UnreadFiles):
+        yield from description.stamps
+    elif isinstance(description, dict):
+        for value in cast("dict[str, Any]", description).values():
+            yield from unread_stamps(value)
+
+
+def completed(description: Any, digests: Mapping[str, str]) -> Any:
+    """A copy of a description with digests, by stamp, in place of `UnreadFiles`."""
+    if isinstance(description, UnreadFiles):
+        return description.digest(digests)
+    if isinstance(description, dict):
+        items = cast("dict[str, Any]", description).items()
+        return {name: completed(value, digests) for name, value in items}
+    return description
+
+
 def model_identity(
     config: Any, load_format: str = "auto", *, streamed_from: str = "", sampled: bool = False
-) -> dict[str, str]:
+) -> dict[str, str | UnreadFiles]:
     """Name and commit of a hub model, or a digest of the files of a local one.
 
     `config` is vLLM's `ModelConfig`. Its revision may be a branch, which moves; transformers notes
@@ -75,7 +125,9 @@ def model_identity(
     model, revision, hf_config = config.model, config.revision, config.hf_config
     path = Path(model)
     dummy = load_format == "dummy"
-    others = {} if dummy else _other_models(hf_config, sampled=sampled)
+    others: dict[str, str | UnreadFiles] = {}
+    if not dummy:
+        others |= _other_models(hf_config, sampled=sampled)
     if load_format not in _USUAL_FORMATS:
         # A commit may hold other weights in other formats.
         others["load_format"] = load_format
@@ -85,19 +137,20 @@ def model_identity(
                 f"its weights are streamed from {streamed_from}, which may hold others tomorrow; "
                 "name them with --revision, and change the name whenever they change"
             )
-        beside = folder_digest(path) if path.is_dir() else ""
+        beside = folder_identity(path) if path.is_dir() else ""
         return others | {"name": streamed_from, "revision": revision, "config": beside}
     kind = "sampled" if sampled else "digest"
     if path.is_dir():
         if not dummy and not _weights_in(path, load_format):
             known = ", ".join(_FORMATS.get(load_format, _WEIGHTS))
             raise WeightsUnknown(f"there are no weights in {model} that kvlake knows ({known})")
-        return others | {kind: folder_digest(path, sampled=sampled, load_format=load_format)}
+        return others | {kind: folder_identity(path, sampled=sampled, load_format=load_format)}
     if path.is_file():
+        if not sampled:
+            return others | {kind: UnreadFiles([("", "", file_stamp(path))], single=True)}
         hasher = hashlib.sha256()
-        if sampled:
-            _hash_opaque(hasher, path)
-        return others | {kind: hasher.hexdigest() if sampled else digests_of([path])[0]}
+        _hash_opaque(hasher, path)
+        return others | {kind: hasher.hexdigest()}
     commit = getattr(hf_config, "_commit_hash", None)
     if not (commit or revision or dummy):
         raise WeightsUnknown(
@@ -107,12 +160,12 @@ def model_identity(
     return others | {"name": model, "revision": str(commit or revision or "")}
 
 
-def _other_models(hf_config: Any, *, sampled: bool) -> dict[str, str]:
+def _other_models(hf_config: Any, *, sampled: bool) -> dict[str, str | UnreadFiles]:
     """A digest of each model that parts of this one are loaded from.
 
     vLLM takes whatever revision their hub has, so names do not identify them.
     """
-    digests: dict[str, str] = {}
+    digests: dict[str, str | UnreadFiles] = {}
     for name in _OTHER_MODELS:
         if place := getattr(hf_config, name, None):
             try:
@@ -121,7 +174,7 @@ def _other_models(hf_config: Any, *, sampled: bool) -> dict[str, str]:
                 raise WeightsUnknown(f"its {name} is loaded from elsewhere: {error}") from error
             if not _weights_in(folder):
                 raise WeightsUnknown(f"there are no weights in {folder}, its {name}")
-            digests[name] = folder_digest(folder, sampled=sampled)
+            digests[name] = folder_identity(folder, sampled=sampled)
     return digests
 
 
@@ -144,8 +197,7 @@ def read_adapter(path: str, known: AdapterFiles | None = None) -> AdapterFiles:
     stamps = _stamps(found)
     if known is not None and known.stamps == stamps:
         return known
-    # Not remembered: this runs in a scheduler's step, which must not wait for another process.
-    digest = _digest_of(folder, found, remember=False)
+    digest = _digest_now(folder, found)
     again, found = _adapter_files(path)
     if again != folder or _stamps(found) != stamps:
         raise OSError(f"{path} was changed while it was read")
@@ -192,7 +244,9 @@ def _downloaded(hub_id: str) -> Path:
     )
 
 
-def folder_digest(folder: Path, *, sampled: bool = False, load_format: str = "auto") -> str:
+def folder_identity(
+    folder: Path, *, sampled: bool = False, load_format: str = "auto"
+) -> str | UnreadFiles:
     """Hex digest of the names and bytes of the files that vLLM may read in a model's folder.
 
     All files count except those known to change no KV: an index of shards, quantization settings
@@ -209,32 +263,56 @@ def folder_digest(folder: Path, *, sampled: bool = False, load_format: str = "au
         for each in _folders(folder)
         for one, weighty in _files_in(each, load_format if each == folder else "auto")
     ]
-    return _digest_of(folder, found, sampled=sampled)
+    return _sample_of(folder, found) if sampled else _unread_files(folder, found)
 
 
 def settings_digest(folder: Path) -> str:
-    """As `folder_digest`, for the files beside the weights, without subfolders."""
-    found = [(path, False) for path, weighty in _files_in(folder, "auto") if not weighty]
-    return _digest_of(folder, found, remember=False)
+    """As `folder_identity`, for the files beside the weights, without subfolders; reads them."""
+    return _digest_now(folder, [one for one in _files_in(folder, "auto") if not one[1]])
 
 
-def _digest_of(
-    folder: Path, found: list[tuple[Path, bool]], *, sampled: bool = False, remember: bool = True
-) -> str:
-    large = [path for path, weighty in found if weighty or path.stat().st_size > _SMALL_BYTES]
-    whole = [] if sampled else digests_of(large, remember=remember)
-    digests = dict(zip(large, whole, strict=not sampled))
+def _is_large(path: Path, *, weighty: bool) -> bool:
+    return weighty or path.stat().st_size > _SMALL_BYTES
+
+
+def _name_in(folder: Path, path: Path) -> str:
+    return path.relative_to(folder).as_posix()
+
+
+def _unread_files(folder: Path, found: list[tuple[Path, bool]]) -> UnreadFiles:
+    files: list[tuple[str, str, str]] = []
+    for path, weighty in found:
+        large = _is_large(path, weighty=weighty)
+        known, stamp = ("", file_stamp(path)) if large else (file_digest(path), "")
+        files.append((_name_in(folder, path), known, stamp))
+    return UnreadFiles(files)
+
+
+def _digest_now(folder: Path, found: list[tuple[Path, bool]]) -> str:
+    """Read all files. Remembers nothing, so that it waits for no other process.
+
+    Adapters are read in a scheduler's step.
+    """
+    unread = _unread_files(folder, found)
+    return unread.digest(read_all(unread.stamps))
+
+
+def _sample_of(folder: Path, found: list[tuple[Path, bool]]) -> str:
     hasher = hashlib.sha256(_DIGEST_DOMAIN)
-    for path, _ in found:
-        name = path.relative_to(folder).as_posix().encode(errors="surrogateescape")
-        hasher.update(len(name).to_bytes(4, "little") + name)
-        if path in digests or path not in large:
-            hasher.update(bytes.fromhex(digests.get(path) or file_digest(path)))
+    for path, weighty in found:
+        _hash_name(hasher, _name_in(folder, path))
+        if not _is_large(path, weighty=weighty):
+            hasher.update(bytes.fromhex(file_digest(path)))
         elif path.suffix == ".safetensors":
             _hash_safetensors(hasher, path)
         else:
             _hash_opaque(hasher, path)
     return hasher.hexdigest()
+
+
+def _hash_name(hasher: Any, name: str) -> None:
+    encoded = name.encode(errors="surrogateescape")
+    hasher.update(len(encoded).to_bytes(4, "little") + encoded)
 
 
 def _folders(folder: Path) -> list[Path]:

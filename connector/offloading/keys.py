@@ -38,10 +38,9 @@ _KEY_DOMAIN: Final = b"kvlake/offloading/1\0"
 class ChunkKeys:
     """The keys of one engine's chunks. If it `remembers`, it knows `NAMES_KEPT_MAX` names."""
 
-    def __init__(self, namespace: bytes, *, remembers: bool) -> None:
-        self.digest = digest_of(namespace)
-        self.owner = f"{TIERS_OWNER}{self.digest.hex()[:16]}"
-        """The owner of these chunks in events."""
+    def __init__(self, *, remembers: bool) -> None:
+        self.namespace = self.digest = b""
+        """Empty until `identify`. Until then keys are of no use."""
         self._remembers = remembers
         self._generation = bytes(4)
         """The part of keys that is random after a reset, behind its length."""
@@ -53,10 +52,19 @@ class ChunkKeys:
         """The tiers that hold them, by the start of their keys."""
         self._events: list[OffloadingEvent] = []
 
+    def identify(self, namespace: bytes) -> None:
+        """Set the namespace, once, on any thread. No request may use keys from before."""
+        self.namespace, self.digest = namespace, digest_of(namespace)
+
+    @property
+    def owner(self) -> str:
+        """The owner of these chunks in events."""
+        return f"{TIERS_OWNER}{self.digest.hex()[:16]}"
+
     def key_of(self, name: OffloadKey) -> bytes:
         """The key of a chunk. If the chunk is held and had no name, this publishes it."""
         key = hashlib.sha256(_KEY_DOMAIN + self.digest + self._generation + name).digest()
-        if self._remembers:
+        if self._remembers and self.digest:
             start = key[:EVENT_NAME_BYTES]
             self._known.pop(start, None)
             self._known[start] = name

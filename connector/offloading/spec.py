@@ -5,7 +5,8 @@ platform, for which vLLM has none.
 
 Owns the note by which the two halves of an engine agree on a namespace and on where vLLM publishes
 its KV events: only workers see vLLM's configuration, so the first of them leaves a note in /dev/shm
-that the scheduler's half takes.
+that the scheduler's half takes. Weights that must be read to identify them are read by that half,
+in the versions that the worker noted.
 
 Invariants: an engine whose identity is not known is served by vLLM's host tier alone, and one that
 cannot continue from a cached prefix, or whose workers' rows do not fit, by no tier. No file name
@@ -19,6 +20,7 @@ import os
 import stat
 import weakref
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,12 +39,13 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 import connector.ownership  # noqa: F401 # pyright: ignore[reportUnusedImport] (checks at import)
-from connector.client import UncachedNotice
+from connector.client import UncachedNotice, UncachedReason
 from connector.events import events_endpoints
 from connector.identity import eligibility
 from connector.identity.namespace import offloading_identity
+from connector.identity.reading import Identity
 from connector.identity.speculative import speculation_of, speculation_unsupported_reason
-from connector.identity.weights import WeightsUnknown
+from connector.identity.weights import UnreadFiles, WeightsUnknown
 from connector.offloading.cpu_worker import HostCopyWorker
 from connector.offloading.workarounds import disown_region, guard_tiers, unlink_region
 from connector.options import OFFLOADING_OPTIONS, log_unknown_options, option
@@ -53,6 +56,9 @@ logger = logging.getLogger("vllm.kvlake")
 
 TIER: Final = "KVLakeTier"
 OWN_SETTINGS: Final = ("socket", "attach_seconds")
+HOST_TIER_ALONE: Final = "kvlake: this engine is served by vLLM's host tier alone, because %s"
+_UNREAD: Final = "kvlake_unread_files"
+"""The key of `UnreadFiles` in a note."""
 
 
 class NoTiers(OffloadingManager):
@@ -112,14 +118,32 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
         if self._manager is None:
             log_unknown_options(self.config.extra_config, OFFLOADING_OPTIONS)
             note = take_note(self.config.engine_id)
-            self._manager = self._make_manager(note)
+            identity: Identity | None = None
+            if "identity" in note:
+                try:
+                    identity = note["identity"] = Identity([note["identity"]], logs=True)
+                except OSError as error:
+                    note |= {"refusal": str(error), "reason": "weights"}
+            manager = self._manager = self._make_manager(note)
             if refusal := note.get("refusal"):
-                sockets = sockets_of(self.config.extra_config.get("socket"))
-                engine_id, reason = str(self.config.engine_id), note.get("reason", "unsupported")
-                notice = UncachedNotice(sockets, Role.SCHEDULER, engine_id, reason, refusal)
-                # vLLM closes neither, and drops the spec at once.
-                weakref.finalize(self._manager, notice.close)
+                self._notify_uncached(manager, note.get("reason", "unsupported"), refusal)
+            elif identity is not None:
+                identity.then(partial(self._report_refusal, manager, identity))
         return self._manager
+
+    def _report_refusal(self, manager: OffloadingManager, identity: Identity) -> None:
+        if identity.refusal:
+            logger.warning(HOST_TIER_ALONE, identity.refusal)
+            self._notify_uncached(manager, "weights", identity.refusal)
+
+    def _notify_uncached(
+        self, manager: OffloadingManager, reason: UncachedReason, refusal: str
+    ) -> None:
+        sockets = sockets_of(self.config.extra_config.get("socket"))
+        engine_id = str(self.config.engine_id)
+        notice = UncachedNotice(sockets, Role.SCHEDULER, engine_id, reason, refusal)
+        # vLLM closes neither, and drops the spec at once.
+        weakref.finalize(manager, notice.close)
 
     def _make_manager(self, note: dict[str, Any]) -> OffloadingManager:
         refusal = note.get("refusal", "")
@@ -128,9 +152,7 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
             return NoTiers()
         preempted_are_new = note.get("preempted_are_new") is True
         if refusal:
-            logger.warning(
-                "kvlake: this engine is served by vLLM's host tier alone, because %s", refusal
-            )
+            logger.warning(HOST_TIER_ALONE, refusal)
             self.secondary_tier_configs = self.secondary_tier_configs[:-1]
         else:
             self.secondary_tier_configs[-1] |= {
@@ -198,7 +220,10 @@ def no_tier_reason(vllm_config: Any, num_groups: int, blocks_per_chunk: int) -> 
 
 
 def identity_note(vllm_config: Any, block_tokens: int) -> dict[str, Any]:
-    """The first worker's note for the scheduler: an identity, or a refusal and its reason."""
+    """The first worker's note for the scheduler: an identity, or a refusal and its reason.
+
+    The identity is still to be `completed`.
+    """
     specs = layer_specs_of(vllm_config)
     if reason := (
         eligibility.fault_tolerance_unsupported_reason(vllm_config)
@@ -246,7 +271,19 @@ def leave_note(engine_id: str, note: dict[str, Any]) -> None:
     path.unlink(missing_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(path, flags, 0o600), "w") as file:
-        json.dump(note, file)
+        json.dump(note, file, default=_unread_to_json)
+
+
+def _unread_to_json(unread: Any) -> dict[str, Any]:
+    assert isinstance(unread, UnreadFiles), "a description has nothing else beside JSON"
+    return {_UNREAD: unread.files, "single": unread.single}
+
+
+def _unread_from_json(found: dict[str, Any]) -> Any:
+    if _UNREAD not in found:
+        return found
+    files = [(name, digest, stamp) for name, digest, stamp in found[_UNREAD]]
+    return UnreadFiles(files, single=found["single"])
 
 
 def take_note(engine_id: str) -> dict[str, Any]:
@@ -258,7 +295,7 @@ def take_note(engine_id: str) -> dict[str, Any]:
             found = os.fstat(file.fileno())
             if found.st_uid != os.getuid() or not stat.S_ISREG(found.st_mode):
                 return {"refusal": f"{path} belongs to another user or is no file; remove it"}
-            note: dict[str, Any] = json.load(file)
+            note: dict[str, Any] = json.load(file, object_hook=_unread_from_json)
         path.unlink()
     except (OSError, ValueError) as error:
         return {"refusal": f"its first worker is not on this machine ({error})"}

@@ -36,6 +36,7 @@ from connector.client import Attempt, Client, SidecarSession
 from connector.events import TierEvents
 from connector.export import ExportedMemory
 from connector.identity.namespace import served_as
+from connector.identity.reading import Identity
 from connector.offloading.keys import ChunkKeys, row_namespace_of
 from connector.offloading.staging import BLOCK_TOKENS, StagedRow, Staging
 from connector.offloading.workarounds import OffloadedRequests
@@ -69,7 +70,8 @@ class _Request:
     """One request. Chunks are named by their keys."""
 
     request_params: RequestParams
-    """`NOTHING` from when it is excluded, or has KV from before a reset."""
+    """`NOTHING` from when it is excluded, or has KV from before a reset; always if it came before
+    the weights were identified."""
     places: dict[tuple[int, int], bytes] = field(default_factory=dict[tuple[int, int], bytes])
     """Group and last token to key."""
     wanted: dict[bytes, None] = field(default_factory=dict[bytes, None])
@@ -114,7 +116,8 @@ class KVLakeTier(SecondaryTierManager):
     Args:
         primary_kv_view: vLLM's host tier, a row for each chunk.
         namespace: what the bytes depend on beyond what vLLM tells a tier: model, weights, dtype,
-            attention backend. Engines with the same one share chunks.
+            attention backend. Engines with the same one share chunks. With an `Identity` that is
+            not complete, requests that come before it is are not served.
         events_endpoint, events_replay: from `connector.events.events_endpoints`.
         preempted_are_new: as in `OffloadedRequests`.
     """
@@ -151,8 +154,15 @@ class KVLakeTier(SecondaryTierManager):
             for group in config.groups
         }
         wants_events = bool(config.enable_kv_cache_events)
-        row_namespace = row_namespace_of(config, namespace, self._row_bytes)
-        self.keys = ChunkKeys(row_namespace, remembers=wants_events)
+        self.keys = ChunkKeys(remembers=wants_events)
+        known = isinstance(namespace, Identity)
+        identity = self._identity = namespace if known else Identity([namespace], logs=False)
+
+        def identified() -> None:
+            (given,) = identity.descriptions
+            self.keys.identify(row_namespace_of(config, given, self._row_bytes))
+
+        identity.when_complete(identified)
         self._request_params = RequestParamsReader(unsupported=CONNECTOR_ONLY)
         self._requests: dict[str, _Request] = {}
         self._offloaded = OffloadedRequests(preempted_are_new=preempted_are_new)
@@ -168,29 +178,41 @@ class KVLakeTier(SecondaryTierManager):
             rank=0,
             world_size=1,
             topology=TOPOLOGY,
-            namespace=row_namespace,
             block_tokens=BLOCK_TOKENS,
             blocks_per_chunk=1,
             pid=os.getpid(),
             model=served_as(config.model.name, config.model.name),
         )
-        scheduler = attach(
-            role=Role.SCHEDULER,
-            want_events=wants_events,
-            events_endpoint=events_endpoint,
-            events_replay=events_replay,
-        )
+
+        def attempt() -> Attempt:
+            return Attempt(
+                attach(
+                    role=Role.SCHEDULER,
+                    namespace=self.keys.namespace,
+                    want_events=wants_events,
+                    events_endpoint=events_endpoint,
+                    events_replay=events_replay,
+                )
+            )
+
         sockets = sockets_of(socket)
         # Before the first request, so that a running sidecar serves that too.
         wait_seconds = option({"attach_seconds": attach_seconds}, "attach_seconds", 2.0)
-        self.client = Client(sockets, lambda: Attempt(scheduler), attach_seconds=wait_seconds)
+        when = identity.when_complete
+        self.client = Client(sockets, attempt, attach_seconds=wait_seconds, when=when)
         if self.client.session is None:
             wait_seconds = 0.0
-        connect = partial(Client, sockets, attach_seconds=wait_seconds)
+        connect = partial(Client, sockets, attach_seconds=wait_seconds, when=when)
 
         def describe(memory: ExportedMemory) -> Attach:
-            layout, shared = memory.layouts[0], memory.shared
-            return attach(role=Role.WORKER, segment=layout.segment, layout=layout, memory=shared)
+            layout = memory.layouts[0]
+            return attach(
+                role=Role.WORKER,
+                namespace=self.keys.namespace,
+                segment=layout.segment,
+                layout=layout,
+                memory=memory.shared,
+            )
 
         num_rows = max(STAGING_ROWS_MIN, min(len(region), STAGING_BYTES // self._row_bytes))
         self._staging = Staging(
@@ -201,7 +223,8 @@ class KVLakeTier(SecondaryTierManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Read the request's parameters."""
-        request_params = self._request_params.read(req_context)
+        identified = bool(self.keys.digest)
+        request_params = self._request_params.read(req_context) if identified else NOTHING
         self._requests[req_context.req_id] = _Request(request_params)
         self._offloaded.added(req_context)
         return RequestOffloadingContext()
@@ -422,5 +445,6 @@ class KVLakeTier(SecondaryTierManager):
 
     def shutdown(self) -> None:
         """Detach."""
+        self._identity.close()
         self._staging.close()
         self.client.close()

@@ -110,7 +110,8 @@ class RequestState:
     load: Load | None = None
     load_failed: bool = False
     void: bool = False
-    """Its KV may be of other weights than its keys say, so it is neither loaded nor stored."""
+    """Its KV may be of other weights than its keys say, so it is neither loaded nor stored. Also of
+    a request that came before the weights were identified."""
     prompt_tail_done: bool = False
     undrafted: bool = False
     """A step left out the drafter, whose layers lack KV from there on."""
@@ -294,6 +295,8 @@ class Requests(dict[str, RequestState]):
         """State of a request with its chain grown to all its tokens; None if it is not cached."""
         state = self.get(request.request_id)
         if state is None:
+            # Before anything of the request is made, since another thread sets the digests.
+            identified = all(group.namespace_digest for group in self._groups)
             if request.prompt_embeds is not None or request.resumable:
                 # Embeddings have no token ids to hash. The next input of a streaming session
                 # replaces tokens that were hashed already.
@@ -311,6 +314,8 @@ class Requests(dict[str, RequestState]):
                 tenant_id(request.cache_salt or ""),
                 adapter,
                 self._reader.read(request),
+                # Its keys name no weights. It is tracked for the sake of adapters.
+                void=not identified,
             )
             for other in self.unsent if state.adapter_id else ():
                 # vLLM replaces an adapter at once, so it is unknown which files computed either.

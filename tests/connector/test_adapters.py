@@ -259,9 +259,9 @@ class TestWorkerReports:
         places.patch(monkeypatch, "SETTLED_SECONDS", -3600)
         digest = places.find("file_digest").value
 
-        def counted(path: Path) -> str:
+        def counted(path: Path, *options: Any) -> str:
             reads.append(path)
-            return str(digest(path))
+            return str(digest(path, *options))
 
         places.patch(monkeypatch, "file_digest", counted)
         loaded = LoadedAdapters()

@@ -467,8 +467,10 @@ def test_ranks_that_are_engines_of_their_own_publish_each_for_itself(model: Path
     def attach(self: EngineProfile, *_: Any, **options: Any) -> None:
         asked.append(options)
 
-    with patch.object(EngineProfile, "attach", attach), places.patched("Client", Mock()):
+    with patch.object(EngineProfile, "attach", attach), places.patched("Client", client := Mock()):
         connector = KVLakeConnector(config, KVConnectorRole.SCHEDULER, kv_cache_config(64, 1, ()))
         connector.bind_gpu_block_pool(Mock())
+        _, make_attempt = client.call_args.args
+        make_attempt()
     (options,) = asked
     assert options["events_endpoint"] == "tcp://127.0.0.1:5560"

@@ -7,10 +7,12 @@ import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from connector.identity.file_digests import digests_of, file_digest
+from connector.identity import file_digests
+from connector.identity.file_digests import file_digest, file_stamp, read_all
 from tests import places
 
 CONTENT = os.urandom(100_000)
@@ -30,12 +32,19 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     paths: list[Path] = []
     digest = file_digest
 
-    def counted(path: Path) -> str:
+    def counted(path: Path, *options: Any) -> str:
         paths.append(path)
-        return digest(path)
+        return digest(path, *options)
 
     places.patch(monkeypatch, "file_digest", counted)
     return paths
+
+
+def digests_of(paths: list[Path]) -> list[str]:
+    """The digests of files as they are now, in their order."""
+    stamps = [file_stamp(path) for path in paths]
+    found = file_digests.digests_of(stamps)
+    return [found[stamp] for stamp in stamps]
 
 
 def write(path: Path, content: bytes = CONTENT) -> Path:
@@ -116,7 +125,7 @@ def test_a_cache_folder_that_cannot_be_made(
 
 
 def test_nothing_is_remembered_unless_asked(tmp_path: Path, cache: Path) -> None:
-    assert digests_of([write(tmp_path / "1")], remember=False)
+    assert read_all([file_stamp(write(tmp_path / "1"))])
     assert not cache.exists()
 
 
@@ -126,11 +135,13 @@ def test_a_file_that_changes_while_it_is_read_has_no_digest(
     stamps = iter("123456789")
 
     def changed(path: Path) -> str:
-        return f"{path}:{next(stamps)}"
+        return f"0:0:7:0:{next(stamps)}:{path}"
 
     places.patch(monkeypatch, "file_stamp", changed)
     with pytest.raises(OSError, match="changed while it was read"):
-        digests_of([write(tmp_path / "1")])
+        file_digest(write(tmp_path / "1"))
+    with pytest.raises(OSError, match="changed before it was read"):
+        digests_of([tmp_path / "1"])
     assert not (cache / "weights.json").exists()
 
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from connector.identity.namespace import adapter_settings, digest_of, encoding_of, namespace_of
+from connector.identity.namespace import adapter_settings, digest_of, encoding_of
 from connector.identity.weights import WeightsUnknown
 from tests import places
-from tests.connector.weights import config_of, write_weights
+from tests.connector.weights import config_of, namespace_of, write_weights
 
 
 def namespace(

@@ -33,6 +33,7 @@ from connector.offloading.workarounds import region_path
 from tests import places
 from tests.connector.configurations import BLOCK_TOKENS, spec_of, state_of, vllm_config, write_model
 from tests.connector.offloading_engine import Engine, prompt
+from tests.connector.weights import read_now
 
 pytestmark = pytest.mark.usefixtures("warm_sidecars")
 
@@ -176,7 +177,7 @@ def test_states_of_other_dtypes_and_kernels_are_not_shared(
         for name, value in changes.items():
             owner = config.cache_config if hasattr(config.cache_config, name) else None
             setattr(owner or config.mamba_config, name, value)
-        return json.dumps(identity_note(config, BLOCK_TOKENS)["identity"], sort_keys=True)
+        return json.dumps(read_now(identity_note(config, BLOCK_TOKENS)["identity"]), sort_keys=True)
 
     changes: list[dict[str, Any]] = [
         {"mamba_ssm_cache_dtype": "float16"},

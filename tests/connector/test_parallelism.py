@@ -18,10 +18,11 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from connector.export import GroupTensors, MemfdAllocation, export
-from connector.identity.namespace import encoding_of, namespace_of
+from connector.identity.namespace import encoding_of
 from connector.identity.parallelism import ParallelLayout
 from connector.identity.profile import EngineProfile
 from sidecar.protocol import Role
+from tests.connector.weights import namespace_of
 from tests.offsets import offset_of
 from tiers.errors import LayoutError
 from tiers.kv.layout import Segment

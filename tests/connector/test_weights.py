@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from connector.identity.namespace import served_as
-from connector.identity.weights import WeightsUnknown, folder_digest, model_identity, read_adapter
+from connector.identity.weights import WeightsUnknown, model_identity, read_adapter
 from connector.options import samples_weights
 from tests import places
-from tests.connector.weights import TENSORS, config_of, write_weights
+from tests.connector.weights import TENSORS, config_of, folder_digest, read_now, write_weights
 
 
 def identity_of(
@@ -25,7 +25,9 @@ def identity_of(
     streamed_from: str = "",
 ) -> dict[str, str]:
     config = SimpleNamespace(model=model, revision=revision, hf_config=hf_config)
-    return model_identity(config, load_format, streamed_from=streamed_from)
+    found = model_identity(config, load_format, streamed_from=streamed_from)
+    identity: dict[str, str] = read_now(found)
+    return identity
 
 
 def adapter_identity(path: str) -> str:

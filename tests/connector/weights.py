@@ -11,6 +11,27 @@ from typing import Any
 import torch
 from vllm.config.multimodal import MultiModalConfig
 
+from connector.identity.file_digests import read_all
+from connector.identity.namespace import canonical_json, description_of
+from connector.identity.weights import completed, folder_identity, unread_stamps
+
+
+def read_now(description: Any) -> Any:
+    """A description with all digests, which are read now."""
+    return completed(description, read_all(list(unread_stamps(description))))
+
+
+def folder_digest(folder: Path, **options: Any) -> str:
+    """The digest of a model's folder as it is now."""
+    digest: str = read_now(folder_identity(folder, **options))
+    return digest
+
+
+def namespace_of(config: Any, **options: Any) -> bytes:
+    """The namespace of an engine whose weights are read now."""
+    return canonical_json(read_now(description_of(config, **options)))
+
+
 TENSORS = {"model.embed": 5000, "model.layers.0.q": 64, "model.layers.1.q": 3000}
 
 
