@@ -107,9 +107,9 @@ class Checks:
                 ),
             )
             for event, work in zip(events, works, strict=True):
-                # Nobody knows which of them a command is for, so all count as those of the last.
-                last = event is events[-1]
-                self._after(process, event, work, commands if last else [], now)
+                # Nobody knows which of them a command is for, so all count as those of the first.
+                first = event is events[0]
+                self._after(process, event, work, commands if first else [], now)
             return commands
 
         def executed(commands: list[Command]) -> None:
