@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from benchmarks.compare.peers.rows import Row
     from benchmarks.compare.peers.turns import Comparison
 
-DOCUMENT_TOKENS: Final = 4000
+DOCUMENT_TOKENS: Final = 4096
+"""Whole chunks, so that the engine's own cache and all others hit the same tokens."""
 QUESTION_TOKENS: Final = 48
 ANSWER_TOKENS: Final = 16
 SYSTEM_TOKENS: Final = 1024
@@ -46,39 +47,37 @@ def documents(comparison: Comparison) -> list[Row]:
 
     rows = measured(comparison, "documents-first", lambda: ask_in_turn(comparison, first))
     again = measured(comparison, "documents", ask)
-    compare_equal_hits(comparison, later, answers, again)
+    compare_equal_hits(comparison, rounds * first, later, answers, again)
     return [*rows, *again]
 
 
 def compare_equal_hits(
     comparison: Comparison,
+    earlier: list[list[int]],
     prompts: list[list[int]],
     answers: dict[str, list[Answer]],
     rows: list[Row],
 ) -> None:
-    """Count answers that are not those of vLLM alone with as many tokens in its own cache."""
+    """Count answers that are not those of vLLM alone with as many tokens in its own cache.
+
+    It gets the `earlier` prompt just before each prompt, so that it computes the same in the same
+    steps as an arm whose cache has the document. Where it hits another number of tokens than an
+    arm did, it is no reference for that arm.
+    """
     plain = next((arm for arm in comparison.active if arm.name == REFERENCE), None)
     if plain is None:
         return
-    found: dict[tuple[int, int], str] = {}
+    reference: list[Answer] = []
     with turn(plain):
-        for number, prompt in enumerate(prompts):
-            for cached in {answers[name][number].cached_tokens for name in answers} - {0}:
-                reset_prefix_cache(plain.url)
-                complete(plain.url, prompt[:cached], 1)
-                answer = complete(plain.url, prompt, ANSWER_TOKENS)
-                if answer.cached_tokens == cached:
-                    found[number, cached] = answer.text
+        for first, prompt in zip(earlier, prompts, strict=True):
+            reset_prefix_cache(plain.url)
+            complete(plain.url, first, 1)
+            reference.append(complete(plain.url, prompt, ANSWER_TOKENS))
     for row in rows:
-        if row.arm not in answers:
-            continue
-        own = list(enumerate(answers[row.arm]))
-        keys = [(number, answer.cached_tokens) for number, answer in own]
-        row.differ_equal_hit = sum(
-            found[key] != answer.text
-            for key, (_, answer) in zip(keys, own, strict=True)
-            if key in found
-        )
+        pairs = zip(answers.get(row.arm, []), reference, strict=False)
+        equal = [(own, other) for own, other in pairs if own.cached_tokens == other.cached_tokens]
+        if equal:
+            row.differ_equal_hit = sum(own.text != other.text for own, other in equal)
 
 
 def conversations(comparison: Comparison) -> list[Row]:

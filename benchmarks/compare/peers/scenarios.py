@@ -38,7 +38,7 @@ QUICK: Final = (
 """What a quick run has, if no scenario is named."""
 
 ABOUT: Final = {
-    "documents-first": "Documents of 4,000 tokens that nobody has read, one request after the "
+    "documents-first": "Documents of 4,096 tokens that nobody has read, one request after the "
     "other. Own client.",
     "documents": "Questions about these documents, which together are larger than the engine's own "
     "cache, one after the other. Own client.",
