@@ -472,7 +472,7 @@ def test_bug_leaves_no_memory_to_the_next_life(
         def broken(*arguments: object) -> None:
             raise KeyError("a bug")
 
-        monkeypatch.setattr(Engine, "handle", broken)
+        monkeypatch.setattr(Engine, "handle_all", broken)
         worker.submit(stores=[StoreJob(2, [worker.chunk(key_of(1), [0])])])
         assert worker.at_end()
     with pytest.raises(BaseException, match=r"a bug|unhandled errors"):
