@@ -41,7 +41,8 @@ The columns say on what `make test` shows a promise, and on what only `make nigh
 - **offloading engine**: the same with vLLM's own offloading and kvlake below it.
 - **vLLM's classes**: its scheduler, configuration, managers or sources, without an engine.
 - **sidecar**: the sidecar or a part of it, mostly in a process of its own.
-- **GPU double**: real processes on a double of the CUDA driver. No promise was shown on a GPU.
+- **GPU double**: real processes on a double of the CUDA driver. What a real GPU showed is in
+  [performance](performance.md#gpu).
 - **simulation**: the core and the connector on a virtual clock.
 - **unit**: everything else.
 

@@ -18,12 +18,18 @@ def layout_in(
     content_bytes: int = 64,
     lead_bytes: int = 4096,
     size_multiple: int = 1 << 16,
+    padding_bytes: int = 0,
+    dtype: str = "float16",
 ) -> KVLayout:
-    """A cache whose axes lie in `order`, outermost first, `lead_bytes` into its allocation."""
+    """A cache whose axes lie in `order`, outermost first, `lead_bytes` into its allocation.
+
+    `padding_bytes` follow each block, as where groups of several sizes share pages.
+    """
     counts = {"L": layers, "B": blocks, "H": heads, "N": tokens}
     strides: dict[str, int] = {}
     step = content_bytes
     for axis in reversed(order[:-1]):
+        step += padding_bytes if axis == "B" else 0
         strides[axis] = step
         step *= counts[axis]
     return KVLayout(
@@ -31,7 +37,7 @@ def layout_in(
         num_blocks=blocks,
         block_tokens=tokens,
         content_bytes=content_bytes,
-        dtype="float16",
+        dtype=dtype,
         encoding="double",
         size_bytes=-(-(lead_bytes + step) // size_multiple) * size_multiple,
         layer_offsets_bytes=tuple(lead_bytes + layer * strides["L"] for layer in range(layers)),

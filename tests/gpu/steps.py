@@ -21,6 +21,7 @@ from connector.worker import WorkerRole
 from sidecar.protocol import (
     PROTOCOL_VERSION,
     Attach,
+    Group,
     LoadChunk,
     LoadJob,
     Outcome,
@@ -63,7 +64,10 @@ class Steps:
         blocks_per_chunk: int = BLOCKS_PER_CHUNK,
         namespace: bytes = NAMESPACE,
     ) -> None:
-        """Begin to attach; `attached` waits for it."""
+        """Begin to attach; `attached` waits for it.
+
+        Further KV cache groups of what is exported have a namespace of their own.
+        """
 
         def describe(exported: ExportedMemory) -> Attach:
             return Attach(
@@ -80,6 +84,16 @@ class Steps:
                 segment=self.layout.segment,
                 layout=exported.layouts[0],
                 memory=exported.shared,
+                groups=tuple(
+                    Group(
+                        b'{"group": %d, "of": %s}' % (number, namespace),
+                        layout.block_tokens,
+                        blocks_per_chunk,
+                        layout.segment,
+                        layout,
+                    )
+                    for number, layout in enumerate(exported.layouts[1:], start=1)
+                ),
             )
 
         self.role = CountingRole(export, lambda attempt: Client((socket,), attempt), describe)
@@ -120,18 +134,27 @@ class Steps:
     def begin_load(self, job_id: int, key: bytes, blocks: list[int], first: int = 0) -> None:
         self.role.submit(StepPlan(loads=[self.load_job(job_id, [(key, blocks)], first)]))
 
-    def store_job(self, job_id: int, chunks: list[tuple[bytes, list[int]]]) -> Store:
+    def store_job(
+        self, job_id: int, chunks: list[tuple[bytes, list[int]]], *, group: int = 0
+    ) -> Store:
         """A job that stores chunks, each with its key and its blocks."""
         stored: list[StoreChunk] = []
         for key, blocks in chunks:
             tokens = np.arange(len(blocks) * self.layout.block_tokens, dtype="<i4").tobytes()
-            stored.append(StoreChunk(key, bytes(32), tokens, blocks))
+            stored.append(StoreChunk(key, bytes(32), tokens, blocks, group=group))
         return Store(StoreJob(job_id, stored))
 
-    def load_job(self, job_id: int, chunks: list[tuple[bytes, list[int]]], first: int = 0) -> Load:
+    def load_job(
+        self,
+        job_id: int,
+        chunks: list[tuple[bytes, list[int]]],
+        first: int = 0,
+        *,
+        group: int = 0,
+    ) -> Load:
         """A job that loads chunks, from block `first` of each on."""
         self._requests[f"request-{job_id}"] = job_id
-        loaded = [LoadChunk(key, first, blocks) for key, blocks in chunks]
+        loaded = [LoadChunk(key, first, blocks, group) for key, blocks in chunks]
         return Load(f"request-{job_id}", LoadJob(job_id, loaded))
 
     def outcome(self, job_id: int) -> bool:

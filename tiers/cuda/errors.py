@@ -65,8 +65,9 @@ class HandleInvalid(CudaFailed):
     # INVALID_HANDLE.
     codes = (400,)
     remedy = (
-        "the process that exported this memory has ended, or is in another container: share its "
-        "IPC and PID namespaces with the sidecar's (docker --ipc, --pid; hostIPC, hostPID)"
+        "the process that exported this memory has ended; if it runs, in another container, the "
+        "driver is too old for that: share its IPC and PID namespaces with the sidecar's (docker "
+        "--ipc, --pid; hostIPC, hostPID)"
     )
 
 

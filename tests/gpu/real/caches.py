@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from tests.gpu.device import Device, call
+from tests.gpu.real.model import VOCABULARY, Decoder
 from tests.gpu.worker import DeviceTensor, DriverCache
 from tests.offsets import offset_of
 from tiers.kv.layout import KVLayout
@@ -44,6 +45,9 @@ class Cache(Protocol):
     def stream(self) -> int:
         """Handle of the stream that work is queued on."""
 
+    def tensors_of(self, layout: KVLayout) -> list[Any]:
+        """The layers of `layout` in this memory."""
+
     def view(self, layout: KVLayout) -> None:
         """Let `tensors` be those of `layout`, in the same memory."""
 
@@ -67,6 +71,12 @@ class Cache(Protocol):
 
     def block(self, block: int) -> bytes:
         """A block's content in payload order. Waits."""
+
+    def prefill(self, blocks: list[int]) -> None:
+        """Compute the KV of a prompt that fills all of `blocks` but the last."""
+
+    def answer(self, blocks: list[int]) -> bytes:
+        """What the model says behind that prompt: its logits. The last block takes its own KV."""
 
     def compute(self) -> None:
         """Queue the work of one decode step: matrix products."""
@@ -130,10 +140,9 @@ class TorchCache:
         # As vLLM 0.32 does it, in `allocate_kv_cache`.
         return torch.zeros(size_bytes, dtype=torch.int8, device=DEVICE)
 
-    def view(self, layout: KVLayout) -> None:
-        self.layout = layout
+    def tensors_of(self, layout: KVLayout) -> list[torch.Tensor]:
         heads, tokens = layout.segment.num_heads, layout.block_tokens
-        self.tensors = [
+        return [
             torch.as_strided(
                 self.buffer,
                 size=(layout.num_blocks, heads, tokens, layout.content_bytes),
@@ -144,9 +153,13 @@ class TorchCache:
                     1,
                 ),
                 storage_offset=self.buffer.storage_offset() + offset,
-            ).view(torch.float16)
+            ).view(getattr(torch, layout.dtype))
             for offset in layout.layer_offsets_bytes
         ]
+
+    def view(self, layout: KVLayout) -> None:
+        self.layout = layout
+        self.tensors = self.tensors_of(layout)
         self._bytes = [tensor.view(torch.uint8) for tensor in self.tensors]
         self._aside = [torch.empty_like(one[0]).contiguous() for one in self._bytes]
 
@@ -183,6 +196,17 @@ class TorchCache:
     def block(self, block: int) -> bytes:
         whole = torch.stack([layer[block] for layer in self._bytes]).contiguous()
         return bytes(whole.cpu().numpy().tobytes())
+
+    def prefill(self, blocks: list[int]) -> None:
+        tokens = [31 * place % VOCABULARY for place in range(self._prompt_tokens(blocks))]
+        Decoder(self._bytes).run(tokens, 0, blocks)
+
+    def answer(self, blocks: list[int]) -> bytes:
+        logits = Decoder(self._bytes).run([1], self._prompt_tokens(blocks), blocks)
+        return bytes(logits.cpu().numpy().tobytes())
+
+    def _prompt_tokens(self, blocks: list[int]) -> int:
+        return (len(blocks) - 1) * self.layout.block_tokens
 
     def compute(self) -> None:
         if not self._factors:
@@ -243,10 +267,20 @@ class BareCache(DriverCache):
         call("cuMemHostRegister", self._aside.ctypes.data, self._aside.size, 1)
         self.view(layout)
 
+    def tensors_of(self, layout: KVLayout) -> list[DeviceTensor]:
+        layers = range(layout.segment.num_layers)
+        return [DeviceTensor(self.base, layout, layer) for layer in layers]
+
     def view(self, layout: KVLayout) -> None:
         self.layout = layout
-        layers = range(layout.segment.num_layers)
-        self.tensors = [DeviceTensor(self.base, layout, layer) for layer in layers]
+        self.tensors = self.tensors_of(layout)
+
+    def prefill(self, blocks: list[int]) -> None:
+        self.randomize(len(blocks))
+
+    def answer(self, blocks: list[int]) -> bytes:
+        # There is no model: the bytes that one would read.
+        return b"".join(self.block(block) for block in blocks[:-1])
 
     def stream(self) -> int:
         return int(self.gpu.stream)

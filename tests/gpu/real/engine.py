@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from typing import Any
 
@@ -21,7 +22,16 @@ from tiers.kv.layout import KVLayout
 SOURCES = ([3, 4, 5, 9], [20, 1])
 TARGETS = ([12, 0, 13, 14], [22, 21])
 JOBS_AT_A_TIME = 8
+PROMPT_CHUNKS = 4
 CHUNKS_PER_JOB = 8
+
+
+def namespace_of(layout: KVLayout, blocks_per_chunk: int = BLOCKS_PER_CHUNK) -> bytes:
+    """For a model whose KV has this shape."""
+    shape = (layout.segment.num_layers, layout.segment.num_heads, layout.content_bytes)
+    return json.dumps(
+        {"model": "tests/gpu", "dtype": layout.dtype, "shape": [*shape, blocks_per_chunk]}
+    ).encode()
 
 
 class Engine(Steps):
@@ -30,12 +40,17 @@ class Engine(Steps):
     def __init__(self, kind: str, layout: KVLayout, place: str = "malloc") -> None:
         self.cache: Cache = open_cache(kind, layout, place)
         self.layout = layout
+        self.others: list[KVLayout] = []
+        """Further KV cache groups in the same memory."""
         self.attachments = 0
 
     def export(self) -> ExportedMemory:
         """The cache through the connector's own export, on the engine's own stream."""
-        group = GroupTensors(self.cache.tensors, self.layout.segment, "gpu")
-        return export([group], None, stream=self.cache.stream)
+        groups = [
+            GroupTensors(self.cache.tensors_of(layout), layout.segment, "gpu")
+            for layout in (self.layout, *self.others)
+        ]
+        return export(groups, None, stream=self.cache.stream)
 
     def attach(
         self,
@@ -44,6 +59,8 @@ class Engine(Steps):
         engine_id: str = "gpu",
         layout: KVLayout | None = None,
         blocks_per_chunk: int = BLOCKS_PER_CHUNK,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> int:
         """Attach, with the same memory as `layout` if one is given; the sidecar's epoch."""
         if layout is not None:
@@ -55,17 +72,13 @@ class Engine(Steps):
         self.join(
             socket,
             lambda: self.memory,
+            rank=rank,
+            world_size=world_size,
             engine_id=f"{engine_id}-{self.attachments}",
             blocks_per_chunk=blocks_per_chunk,
-            namespace=self._namespace(blocks_per_chunk),
+            namespace=namespace_of(self.layout, blocks_per_chunk),
         )
         return self.attached()
-
-    def _namespace(self, blocks_per_chunk: int) -> bytes:
-        """For a model whose KV has this shape."""
-        layout = self.layout
-        shape = (layout.segment.num_layers, layout.segment.num_heads, layout.content_bytes)
-        return json.dumps({"model": "tests/gpu", "shape": [*shape, blocks_per_chunk]}).encode()
 
     def drop(self) -> None:
         """Give the cache back, so that the next engine of this process starts as in a new one."""
@@ -99,6 +112,11 @@ def described() -> tuple[Memory, KVLayout]:
     """What this worker tells of its memory."""
     memory = engine.export()
     return memory.shared, memory.layouts[0]
+
+
+def namespaces(names: tuple[str, ...]) -> dict[str, str]:
+    """This process's own."""
+    return {name: os.readlink(f"/proc/self/ns/{name}") for name in names}
 
 
 def refusal() -> str:
@@ -138,6 +156,112 @@ def round_trip(socket: str, name: str) -> tuple[str, int]:
     kind = engine.memory.shared.kind
     engine.detach()
     return kind, lead_bytes
+
+
+def groups(socket: str, name: str, second: KVLayout) -> None:
+    """A second KV cache group in the same memory: each group's blocks come back in its layout."""
+    cache, first = engine.cache, engine.layout
+    engine.others = [second]
+    engine.attach(socket, engine_id=name)
+    cache.randomize(3)
+    mine, other = [0, 1, 2, 3], [4, 5, 6, 7]
+    wanted = [_blocks(first, mine), _blocks(second, other)]
+    for number, blocks in enumerate((mine, other)):
+        job = engine.store_job(number + 1, [(_key(name), blocks)], group=number)
+        engine.role.submit(StepPlan(stores=[job]))
+        assert engine.outcome(number + 1), f"the store of group {number} failed"
+    cache.randomize(4)
+    kept = _blocks(first, [20, 21])
+    for number, blocks in enumerate(([8, 12, 9, 13], [10, 14, 11, 15])):
+        load = engine.load_job(number + 10, [(_key(name), blocks)], group=number)
+        engine.role.submit(StepPlan(loads=[load]))
+        assert engine.outcome(number + 10), f"the load of group {number} failed"
+    found = [_blocks(first, [8, 12, 9, 13]), _blocks(second, [10, 14, 11, 15])]
+    assert found == wanted, "a group's blocks differ"
+    assert _blocks(first, [20, 21]) == kept, "other blocks were written"
+    engine.detach()
+    engine.others = []
+    cache.view(first)
+
+
+def _blocks(layout: KVLayout, blocks: list[int]) -> list[bytes]:
+    """Contents of blocks of a group."""
+    engine.cache.view(layout)
+    return [engine.cache.block(block) for block in blocks]
+
+
+def prompt_keys() -> list[bytes]:
+    """Keys of the chunks of the prompt that `compute_prompt` computes."""
+    return [_key("prompt", number) for number in range(PROMPT_CHUNKS)]
+
+
+def _prompt_chunks(blocks: list[int]) -> list[tuple[bytes, list[int]]]:
+    return [
+        (key, blocks[number * BLOCKS_PER_CHUNK : (number + 1) * BLOCKS_PER_CHUNK])
+        for number, key in enumerate(prompt_keys())
+    ]
+
+
+def compute_prompt(socket: str, name: str) -> tuple[list[bytes], bytes]:
+    """Compute the KV of a prompt and store it; its blocks' bytes, and the logits behind it."""
+    cache, blocks = engine.cache, list(range(PROMPT_CHUNKS * BLOCKS_PER_CHUNK + 1))
+    engine.attach(socket, engine_id=name)
+    cache.prefill(blocks)
+    engine.role.submit(StepPlan(stores=[engine.store_job(1, _prompt_chunks(blocks))]))
+    assert engine.outcome(1), "the prompt was not stored"
+    said = cache.answer(blocks)
+    found = [cache.block(block) for block in blocks[:-1]]
+    engine.detach()
+    return found, said
+
+
+def load_prompt() -> tuple[list[bytes], bytes]:
+    """The same from the cache, in another engine and in other blocks, none side by side."""
+    cache = engine.cache
+    cache.randomize(9)
+    last = 2 * PROMPT_CHUNKS * BLOCKS_PER_CHUNK + 2
+    blocks = list(range(last, -1, -2))[: PROMPT_CHUNKS * BLOCKS_PER_CHUNK + 1]
+    engine.role.submit(StepPlan(loads=[engine.load_job(1, _prompt_chunks(blocks))]))
+    assert engine.outcome(1), "the prompt was not loaded"
+    said = cache.answer(blocks)
+    found = [cache.block(block) for block in blocks[:-1]]
+    engine.detach()
+    return found, said
+
+
+def attach_as(socket: str, name: str, rank: int = 0, world_size: int = 1) -> None:
+    """Attach as one of several ranks, or as the only one."""
+    engine.attach(socket, engine_id=name, rank=rank, world_size=world_size)
+
+
+def store_as_rank(rounds: int, rank: int) -> None:
+    """Store all of the cache, as often as said. Ranks store other bytes under the same keys."""
+    engine.cache.randomize(100 + rank)
+    for number in range(rounds):
+        engine.role.submit(
+            StepPlan(stores=[engine.store_job(number + 1, _all_chunks("ranks", number))])
+        )
+    for number in range(rounds):
+        assert engine.outcome(number + 1), f"round {number} was not stored"
+
+
+def load_as_rank(rounds: int, rank: int) -> None:
+    """Overwrite everything, and get this rank's own bytes back."""
+    cache, looked_at = engine.cache, range(0, engine.layout.num_blocks, 7)
+    wanted = [cache.block(block) for block in looked_at]
+    cache.randomize(200 + rank)
+    chunks = _all_chunks("ranks", rounds - 1)
+    engine.role.submit(StepPlan(loads=[engine.load_job(1000, chunks)]))
+    assert engine.outcome(1000), "the chunks were not loaded"
+    assert [cache.block(block) for block in looked_at] == wanted, f"rank {rank} got other bytes"
+    engine.detach()
+
+
+def _all_chunks(*parts: object) -> list[tuple[bytes, list[int]]]:
+    return [
+        (_key(*parts, first), list(range(first, first + BLOCKS_PER_CHUNK)))
+        for first in range(0, engine.layout.num_blocks, BLOCKS_PER_CHUNK)
+    ]
 
 
 def torn_stores(socket: str, rounds: int, *, gated: bool) -> int:

@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol, Self
@@ -51,7 +52,40 @@ class Sizes:
     """Fits into one piece of an expandable segment."""
     large_cache: dict[str, int] = field(default_factory=dict)
     """Takes many, and time to copy."""
+    ranks: int = 8
+    """Workers that copy at once, each with a cache of this shape."""
+    rank_rounds: int = 3
+    rank_cache: dict[str, int] = field(default_factory=dict)
+    shapes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Caches of models, by name."""
 
+
+SHAPES: Final[dict[str, dict[str, Any]]] = {
+    "8 KV heads of 128 in bfloat16": {
+        "order": "BLHNC", "layers": 32, "heads": 8, "content_bytes": 512, "dtype": "bfloat16",
+    },
+    "the same, layers outermost": {
+        "order": "LBHNC", "layers": 32, "heads": 8, "content_bytes": 512, "dtype": "bfloat16",
+    },
+    "the same, tokens before heads": {
+        "order": "LBNHC", "layers": 32, "heads": 8, "content_bytes": 512, "dtype": "bfloat16",
+    },
+    "8 KV heads of 128 in fp8": {
+        "order": "BLHNC", "layers": 32, "heads": 8, "content_bytes": 256, "dtype": "float8_e4m3fn",
+    },
+    "MLA of 576 in bfloat16": {
+        "order": "BLHNC", "layers": 61, "heads": 1, "content_bytes": 1152, "dtype": "bfloat16",
+    },
+    "MLA of 576 in fp8 with its scales": {
+        "order": "LBHNC", "layers": 61, "heads": 1, "content_bytes": 656, "tokens": 64,
+        "dtype": "uint8",
+    },
+    "2 KV heads of 256, padded": {
+        "order": "LBHNC", "layers": 10, "heads": 2, "content_bytes": 1024, "dtype": "bfloat16",
+        "padding_bytes": 12_288,
+    },
+}  # fmt: skip
+"""Blocks of 16 tokens, but for the one of 64."""
 
 FULL: Final = Sizes(
     fence_rounds=10_000,
@@ -64,6 +98,8 @@ FULL: Final = Sizes(
     cache={"layers": 8, "blocks": 256, "heads": 8, "content_bytes": 256},
     small_cache={"layers": 4, "blocks": 24, "heads": 8, "content_bytes": 256},
     large_cache={"layers": 32, "blocks": 2048, "heads": 8, "content_bytes": 512},
+    rank_cache={"layers": 32, "blocks": 256, "heads": 1, "content_bytes": 512},
+    shapes=SHAPES,
 )
 SMALL: Final = Sizes(
     fence_rounds=25,
@@ -76,6 +112,13 @@ SMALL: Final = Sizes(
     cache={"layers": 3, "blocks": 24},
     small_cache={"layers": 3, "blocks": 24},
     large_cache={"layers": 4, "blocks": 512},
+    ranks=2,
+    rank_rounds=1,
+    rank_cache={"layers": 3, "blocks": 24, "heads": 1},
+    shapes={
+        name: shape | {"layers": 3, "heads": min(2, shape["heads"])}
+        for name, shape in SHAPES.items()
+    },
 )
 
 
@@ -113,7 +156,7 @@ class Gpu:
     kind = "torch"
     real = True
     size_multiple = 2 << 20
-    start = staticmethod(start)
+    start: Callable[..., Process] = staticmethod(start)
 
     def env(self, *, first_device: int = 0) -> dict[str, str]:
         """As it is; the first device is the one that is used."""
@@ -122,6 +165,21 @@ class Gpu:
 
     def slow(self, microseconds_max: int) -> None:
         """It takes its time by itself."""
+
+
+class Apart(Gpu):
+    """The same device, each process in namespaces of its own, as in a container."""
+
+    @staticmethod
+    def start(
+        module: str,
+        arguments: Sequence[str | int],
+        environment: dict[str, str],
+        *,
+        piped: bool = False,
+    ) -> Process:
+        """Start the `main` of a module there."""
+        return start("tests.gpu.real.apart", [module, *arguments], environment, piped=piped)
 
 
 class Rehearsal:
@@ -184,7 +242,7 @@ class World:
         sections: dict[str, Any] = {"copy": {"threads": 4}, **self._sections, "host": host}
         return self._stack.enter_context(SidecarProcess(self.place, directory, **sections))
 
-    def layout(self, order: str, sizes: dict[str, int]) -> KVLayout:
+    def layout(self, order: str, sizes: dict[str, Any]) -> KVLayout:
         """A cache of `sizes`, with its axes in `order`."""
         return layout_in(order, lead_bytes=0, size_multiple=self.place.size_multiple, **sizes)
 
@@ -203,10 +261,18 @@ class World:
             yield child
             if child.alive:
                 child.call("engine.stop")
-                self._idle[key] = child
+                self._idle.setdefault(key, child)
         finally:
             if self._idle.get(key) is not child:
                 child.close()
+
+    @contextlib.contextmanager
+    def children(self, count: int, setup: str = ENGINE) -> Iterator[list[Child]]:
+        """Several processes at once. They are started side by side: each takes long."""
+        with contextlib.ExitStack() as stack, ThreadPoolExecutor(count) as threads:
+            starting = [threads.submit(self.child, setup) for _ in range(count)]
+            wait(starting)
+            yield [stack.enter_context(one.result()) for one in starting]
 
     @contextlib.contextmanager
     def watcher(self) -> Iterator[Child]:
