@@ -44,8 +44,13 @@ class Effort:
     limits_bytes: tuple[int, ...]
     """In flight per direction; 32 MiB is the default."""
     size_multiple: int
+    ranks: int
 
-    def layout(self, piece_bytes: int) -> KVLayout:
+    def rank_layout(self) -> KVLayout:
+        """A rank's cache: as `layout` of 1 MiB, and its share of the whole."""
+        return self.layout(1 << 20, self.cache_bytes // self.ranks)
+
+    def layout(self, piece_bytes: int, cache_bytes: int = 0) -> KVLayout:
         """A cache whose blocks lie in runs of `piece_bytes`."""
         if piece_bytes >= 1 << 20:
             order, layers, heads, content = "BLHNC", piece_bytes // LAYER_BYTES, 8, 512
@@ -58,7 +63,7 @@ class Effort:
             layers=layers,
             heads=heads,
             content_bytes=content,
-            blocks=self.cache_bytes // block_bytes,
+            blocks=(cache_bytes or self.cache_bytes) // block_bytes,
             lead_bytes=0,
             size_multiple=self.size_multiple,
         )
@@ -81,6 +86,7 @@ FULL: Final = Effort(
     warm_up=100,
     limits_bytes=(32 << 20, 8 << 20, 2 << 20, 128 << 20),
     size_multiple=2 << 20,
+    ranks=8,
 )
 SMALL: Final = Effort(
     cache_bytes=16 << 20,
@@ -99,4 +105,5 @@ SMALL: Final = Effort(
     warm_up=2,
     limits_bytes=(1 << 20,),
     size_multiple=1 << 16,
+    ranks=2,
 )

@@ -6,6 +6,7 @@ Every ratio is taken within one run, beside a plain copy of as many bytes in the
 from __future__ import annotations
 
 import statistics
+import time
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from benchmarks.gpu.effort import LOADS, PIECES_BYTES, STORES, Effort
@@ -23,6 +24,7 @@ PARTS: Final = (
     "copies",
     "through_the_sidecar",
     "costs",
+    "ranks",
     "beside_computing",
     "beside_reads",
 )
@@ -227,6 +229,38 @@ class Bench:
                     at_least=1.5,
                 )
             )  # fmt: skip
+        return found
+
+    def ranks(self) -> list[Figure]:
+        """Several workers at once, as the ranks of an engine, by one sidecar on one device."""
+        part, effort, found = "ranks at once", self.effort, list[Figure]()
+        layout = effort.rank_layout()
+        with self._home.children(effort.ranks, TRAFFIC) as workers, self._world() as world:
+            for worker in workers:
+                worker.call("traffic.start", kind=self.place.kind, layout=layout)
+            for way, (name, to_device) in zip((STORES, LOADS), DIRECTIONS, strict=True):
+                plain = self._plain(self.copier, effort.round_bytes, to_device=to_device)
+                for count in (1, effort.ranks):
+                    jobs = self._jobs()
+                    for worker in workers[:count]:
+                        worker.call(
+                            "traffic.attach", socket=world.socket, layout=layout, ways=[way],
+                            **jobs | {
+                                key: jobs[key] // effort.ranks
+                                for key in ("waiting_bytes", "round_bytes")
+                            },
+                        )  # fmt: skip
+                    num_bytes = effort.round_bytes // count
+                    began = time.perf_counter()
+                    for worker in workers[:count]:
+                        worker.start("result = traffic.seconds(num_bytes)", num_bytes=num_bytes)
+                    for worker in workers[:count]:
+                        worker.finish()
+                    seconds = time.perf_counter() - began
+                    for worker in workers[:count]:
+                        worker.call("traffic.detach")
+                    ratio = plain * num_bytes * count / effort.round_bytes / seconds
+                    found.append(Figure(part, f"{count}, 1 MiB {name}", ratio, RATIO))
         return found
 
     def beside_computing(self) -> list[Figure]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
@@ -55,9 +56,13 @@ class Traffic:
         ]
         self._jobs_waiting_max = max(1, waiting_bytes // self.job_bytes)
         self._sets = max(1, round_bytes // self.job_bytes)
-        self._waiting: set[int] = set()
+        self._waiting: dict[int, int] = {}
+        """Jobs under way; of a store, the number of what it stores, else 0."""
         self._number = 0
         self._stored = 0
+        self._there: deque[tuple[str, int]] = deque()
+        """Jobs' worth of chunks that can be loaded. What stores leave takes the place of what was
+        there first: nobody looks the chunks up, so that these are the first to be evicted."""
         self.done_bytes = 0
 
     @property
@@ -66,7 +71,9 @@ class Traffic:
         return self._engine.role.incomplete
 
     def _key(self, *parts: object) -> bytes:
-        return hashlib.sha256(repr((self._engine.attachments, *parts)).encode()).digest()
+        # Two engines with one key would share its bytes, and copy them once.
+        own = (os.getpid(), self._engine.attachments)
+        return hashlib.sha256(repr((*own, *parts)).encode()).digest()
 
     def chunks(self, name: str, number: int) -> list[tuple[bytes, list[int]]]:
         """Keys and blocks of a job."""
@@ -76,10 +83,10 @@ class Traffic:
             for i in range(self._chunks_per_job)
         ]
 
-    def _submit(self, plan: StepPlan) -> None:
+    def _submit(self, plan: StepPlan, stored: int = 0) -> None:
         plan.idle = True
         self._engine.role.submit(plan)
-        self._waiting.add(self._number)
+        self._waiting[self._number] = stored
 
     def prepare(self) -> None:
         """Store what loads will ask for, and wait for it."""
@@ -88,6 +95,7 @@ class Traffic:
             job = self._engine.store_job(self._number, self.chunks("kept", number))
             self._submit(StepPlan(stores=[job]))
         self.drain()
+        self._there.extend(("kept", number) for number in range(self._sets))
         assert not self.failed, "the chunks to be loaded could not be stored"
         self.done_bytes = 0
 
@@ -102,9 +110,11 @@ class Traffic:
                 # Never the same key: what is there already would not be copied.
                 self._stored += 1
                 chunks = self.chunks("new", self._stored)
-                self._submit(StepPlan(stores=[self._engine.store_job(self._number, chunks)]))
+                plan = StepPlan(stores=[self._engine.store_job(self._number, chunks)])
+                self._submit(plan, self._stored)
             else:
-                chunks = self.chunks("kept", self._number % self._sets)
+                self._there.rotate(-1)
+                chunks = self.chunks(*self._there[-1])
                 self._submit(StepPlan(loads=[self._engine.load_job(self._number, chunks)]))
         return submitted
 
@@ -112,9 +122,12 @@ class Traffic:
         ended = self._engine.ended
         self._engine.step()
         for job_id in [job_id for job_id in ended if job_id in self._waiting]:
-            self._waiting.discard(job_id)
+            stored = self._waiting.pop(job_id)
             if ended.pop(job_id):
                 self.done_bytes += self.job_bytes
+                if stored:
+                    self._there.popleft()
+                    self._there.append(("new", stored))
 
     def drain(self) -> None:
         """Wait until nothing is on its way."""
@@ -144,7 +157,12 @@ def described() -> tuple[Memory, KVLayout]:
 def attach(socket: str, layout: KVLayout, ways: list[str], **jobs: int) -> None:
     """Attach with the cache seen as `layout`, and store what is to be loaded."""
     global traffic
-    engine.attach(socket, layout=layout, blocks_per_chunk=jobs["blocks_per_chunk"])
+    engine.attach(
+        socket,
+        engine_id=f"gpu-{os.getpid()}",
+        layout=layout,
+        blocks_per_chunk=jobs["blocks_per_chunk"],
+    )
     traffic = Traffic(engine, ways, **jobs)
     traffic.prepare()
 
