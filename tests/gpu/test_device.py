@@ -207,6 +207,41 @@ def test_a_device_that_hangs_in_its_self_test_is_given_up(double: Double) -> Non
         double.page.hold = 0
 
 
+def test_one_thread_polls_for_all_that_wait(double: Double) -> None:
+    """Each poll needs the GIL, which threads that hash and the event loop need, too."""
+    layout = layout_in("BLHNC")
+    with Child(double, setup=OWNER) as owner, _reader(double) as reader:
+        handle = owner.run("result = own(layout, 7, False)", layout=layout)
+        double.page.hold = 1
+        reader.run(
+            "import threading, time\n"
+            "enter(layout, handle)\n"
+            "size = layout.chunk(1).block_payload_bytes\n"
+            "flights = [memory.gather(np.array([n]), pool[n * size :][:size]) for n in range(8)]\n"
+            "polls, query = [], device.to_host._query\n"
+            "def counted(event): polls.append(threading.get_ident()); return query(event)\n"
+            "device.to_host._query = counted\n"
+            "waiting = [threading.Thread(target=one.finish, args=[see]) for one in flights]\n"
+            "for one in waiting: one.start()\n"
+            # Each polls once before it sleeps.
+            "while len(set(polls)) < len(waiting): time.sleep(0.001)\n"
+            "before = len(polls)\n"
+            "while len(polls) < before + 50: time.sleep(0.001)",
+            layout=layout,
+            handle=handle,
+        )
+        assert reader.run("result = len(set(polls[before + 10 :]))") == 1
+        double.page.hold = 0
+        reader.run(
+            "for one in waiting: one.join(60)\n"
+            "wanted = np.empty_like(pool[: 8 * size])\n"
+            "CopyPlan(layout).gather(raw, np.arange(8), wanted)\n"
+            "assert np.array_equal(wanted, pool[: 8 * size]) and len(seen) == 8\n"
+            "leave()",
+            raw=owner.run("result = raw"),
+        )
+
+
 def test_another_group_in_the_same_memory(double: Double) -> None:
     """Layers of another KV cache group lie over those of the first, and are copied as their own."""
     layout = layout_in("BLHNC")

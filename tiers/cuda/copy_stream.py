@@ -6,9 +6,10 @@ behind little, and an abandoned load ends soon. `calibration.py` decides between
 for many descriptors, copied in any order), plain copies, and 2D copies (one call for each plane).
 
 Invariants: events are polled, never waited on, so a device that hangs leaves a sleeping thread that
-still answers; a submitted copy is known to be complete, or still counted; `drain` returns only when
-nothing that was submitted can still access memory. After an error of the device nothing runs on it
-any more, and every call raises that error.
+still answers; one thread polls for all that wait, because each poll needs the GIL; a submitted copy
+is known to be complete, or still counted; `drain` returns only when nothing that was submitted can
+still access memory. After an error of the device nothing runs on it any more, and every call raises
+that error.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any, Final
 
 import numpy as np
@@ -33,7 +34,7 @@ PLANES_MAX: Final = 64
 PLAIN_DESCRIPTORS_MAX: Final = 2
 """Up to this number of descriptors, plain copies cost less than a batch."""
 POLL_SECONDS_MIN: Final = 20e-6
-POLL_SECONDS_MAX: Final = 500e-6
+POLL_SECONDS_MAX: Final = 100e-6
 _EVENT_DISABLE_TIMING: Final = 2
 _STREAM_NON_BLOCKING: Final = 1
 _ATTRIBUTES: Final = np.array([1, 0, 0, 0, 0, 1], dtype=np.int32)
@@ -47,6 +48,17 @@ _FROM: Final = 0
 _TO: Final = 7
 _TYPE, _HOST, _DEVICE, _PITCH = 2, 3, 4, 6
 _WIDTH, _HEIGHT, _PLANE_WORDS = 14, 15, 16
+
+
+class _Waiter:
+    """A thread that sleeps until another one finds that its condition holds."""
+
+    def __init__(self, true: Callable[[], bool]) -> None:
+        self.true = true
+        self._asleep = threading.Lock()
+        self._asleep.acquire()
+        self.sleep = self._asleep.acquire
+        self.wake = self._asleep.release
 
 
 class CopyStream:
@@ -79,7 +91,12 @@ class CopyStream:
         self._plane = np.zeros(_PLANE_WORDS, dtype=np.uint64)
         self._record = driver.entry("cuEventRecord")
         self._query = driver.entry("cuEventQuery")
+        self._submitting = threading.Lock()
+        """Held while a copy is queued: copies are queued, and so end, one after the other."""
         self._lock = threading.Lock()
+        self._polling = False
+        """Whether a thread polls for those in `_waiting`."""
+        self._waiting: list[_Waiter] = []
         self._flying: deque[tuple[int, Any, int]] = deque()
         """Number, event and bytes of each batch that may still run, oldest first."""
         self._flying_bytes = 0
@@ -109,15 +126,16 @@ class CopyStream:
         self._bind()
         ends = np.cumsum(parts.rows.astype(np.int64)) * parts.width_bytes
         number, first, done_bytes = 0, 0, 0
-        while first < len(ends):
-            fitting = int(np.searchsorted(ends, done_bytes + self._batch_bytes_max, side="right"))
-            last = max(first + 1, min(fitting, first + count_max))
-            size_bytes = int(ends[last - 1]) - done_bytes
-            number = self._when(
-                functools.partial(self._has_room, size_bytes),
-                functools.partial(self._submit_batch, parts, first, last, size_bytes),
-            )
-            first, done_bytes = last, done_bytes + size_bytes
+        with self._submitting:
+            while first < len(ends):
+                fitting = np.searchsorted(ends, done_bytes + self._batch_bytes_max, side="right")
+                last = max(first + 1, min(int(fitting), first + count_max))
+                size_bytes = int(ends[last - 1]) - done_bytes
+                number = self._when(
+                    functools.partial(self._has_room, size_bytes),
+                    functools.partial(self._submit_batch, parts, first, last, size_bytes),
+                )
+                first, done_bytes = last, done_bytes + size_bytes
         return number
 
     def _has_room(self, size_bytes: int) -> bool:
@@ -204,20 +222,53 @@ class CopyStream:
         *,
         seconds_max: float | None = None,
     ) -> int:
-        """Poll until `true`, then act under the same lock."""
+        """Wait until `true`, then act under the same lock. Polls, or waits for one who does."""
         pause = POLL_SECONDS_MIN
         deadline = math.inf if seconds_max is None else time.monotonic() + seconds_max
-        while True:
-            with self._lock:
-                self._poll()
-                if self.lost is not None:
-                    raise self.lost
-                if true():
-                    return act()
-                if time.monotonic() > deadline:
-                    self._lose(failure("cuEventQuery", NOT_READY, "CUDA_ERROR_NOT_READY"))
-            time.sleep(pause)
-            pause = min(pause * 1.5, POLL_SECONDS_MAX)
+        with self._lock:
+            try:
+                while True:
+                    self._poll()
+                    if self.lost is not None:
+                        raise self.lost
+                    if true():
+                        return act()
+                    if time.monotonic() > deadline:
+                        self._lose(failure("cuEventQuery", NOT_READY, "CUDA_ERROR_NOT_READY"))
+                    elif self._polling:
+                        self._follow(true)
+                    else:
+                        self._polling = True
+                        with self._unlocked():
+                            time.sleep(pause)
+                        self._polling = False
+                        pause = min(pause * 1.5, POLL_SECONDS_MAX)
+            finally:
+                self._wake(next_poller=not self._polling)
+
+    def _follow(self, true: Callable[[], bool]) -> None:
+        """Sleep until `true` may hold, or nobody polls any more."""
+        waiter = _Waiter(true)
+        self._waiting.append(waiter)
+        with self._unlocked():
+            waiter.sleep()
+
+    def _wake(self, *, next_poller: bool) -> None:
+        """Wake those whose condition holds; if `next_poller`, at least one of them."""
+        ready = [one for one in self._waiting if self.lost is not None or one.true()]
+        if next_poller and not ready:
+            ready = self._waiting[:1]
+        for one in ready:
+            self._waiting.remove(one)
+            one.wake()
+
+    @contextlib.contextmanager
+    def _unlocked(self) -> Generator[None]:
+        self._lock.release()
+        try:
+            yield
+        finally:
+            self._lock.acquire()
 
     def _poll(self) -> None:
         while self._flying and self.lost is None:
@@ -228,6 +279,7 @@ class CopyStream:
             self._flying_bytes -= size_bytes
             self._through = number
             self._events.append(event)
+            self._wake(next_poller=False)
 
     def _reached(self, event: Any) -> bool:
         code = self._query(int(event))
