@@ -12,6 +12,7 @@ Invariants:
 """
 
 import logging
+import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -96,9 +97,9 @@ class Gpus:
         return device
 
     def open(
-        self, memory: Memory, layouts: Sequence[KVLayout], fds: list[int]
+        self, memory: Memory, layouts: Sequence[KVLayout], fds: list[int], *, pid: int
     ) -> "tuple[GpuMapping, Sequence[Region]]":
-        """Map a worker's memory on a prepared device. Raises `AttachRefused`."""
+        """Map the memory of the worker `pid` on a prepared device. Raises `AttachRefused`."""
         device, pins = self._devices[memory.device_uuid], self._pins
         assert pins is not None, "pinned with the first device"
         first, *others = layouts
@@ -109,6 +110,14 @@ class Gpus:
                 else device.import_vmm(fds[0], first, pins)
             )
         except CudaFailed as error:
+            if memory.kind == KIND_CUDA_IPC and pid == os.getpid():
+                raise AttachRefused(
+                    "memory",
+                    f"the worker's GPU memory: {error.call} failed ({error.code}), because worker "
+                    f"and sidecar have the same process id {pid} in separate PID namespaces, and "
+                    "the driver takes a handle of this id for the sidecar's own; restart one of "
+                    "them, or let them share a PID namespace (docker --pid, hostPID)",
+                ) from error
             raise AttachRefused("memory", f"the worker's GPU memory: {error}") from error
         regions = (mapped, *(mapped.part(layout) for layout in others))
         return GpuMapping(mapped, self._unmapping), regions

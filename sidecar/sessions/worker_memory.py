@@ -218,7 +218,7 @@ def take_memory(attach: Attach, fds: list[int], gpus: Gpus | None = None) -> Wor
                 memory = WorkerMemory(mapping, regions, fence)
             else:
                 assert gpus is not None, "GPU memory is attached once its device is ready"
-                memory = WorkerMemory(*gpus.open(shared, layouts, fds), fence)
+                memory = WorkerMemory(*gpus.open(shared, layouts, fds, pid=attach.pid), fence)
         except AttachRefused:
             raise
         except (OSError, ValueError) as error:

@@ -25,6 +25,7 @@ from benchmarks.gpu.figures import (
     Missing,
     put_into,
     section,
+    verdict,
     write,
 )
 from benchmarks.gpu.parts import PARTS, Bench, asked_of, percentile
@@ -127,13 +128,15 @@ def test_a_report_of_pytest_is_read_as_outcomes(tmp_path: Path) -> None:
         '<properties><property name="said" value="0 torn"/></properties></testcase>'
         '<testcase name="test_on_a_gpu[killed_worker]" time="1">'
         '<failure message="its memory came back after [2.0] s">long</failure></testcase>'
+        '<testcase name="test_on_a_gpu[separate_namespaces]" time="1">'
+        '<skipped message="this user may not make namespaces">long</skipped></testcase>'
         "</testsuite></testsuites>"
     )
     found = gpu_test.outcomes(report)
     assert found["fenced_loads"] == {
-        "holds": True, "seconds": 2.5, "said": "0 torn", "reason": "",
+        "holds": True, "skipped": False, "seconds": 2.5, "said": "0 torn", "reason": "",
     }  # fmt: skip
-    assert not found["killed_worker"]["holds"]
+    assert [verdict(one) for one in found.values()] == ["HOLDS", "FAILS", "SKIPPED"]
     assert "came back" in found["killed_worker"]["reason"]
 
 

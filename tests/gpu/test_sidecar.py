@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 
+from sidecar.protocol import Role
 from tests.gpu.child import Child, ChildError
 from tests.gpu.double.control import Double, wait_until
 from tests.gpu.layouts import ORDERS, layout_in
 from tests.gpu.sidecars import SidecarProcess
-from tests.sidecar.client import Worker, key_of
+from tests.sidecar.client import Client, RefusedError, Worker, attach_message, key_of
+from tiers.kv.fence import WorkerFence
 
 pytest.importorskip("cuda.bindings.driver")
 
@@ -382,6 +384,28 @@ def test_a_stream_that_cannot_write_words_serves_without_the_cache(
     double.page.no_stream_writes = 1
     with rank_of(double, sidecar) as rank:
         assert not rank.run("rank.randomize(1); result = rank.store(1, b'k' * 32, [1])")
+
+
+def test_a_worker_with_the_process_id_of_the_sidecar_is_refused_with_the_remedy(
+    double: Double, sidecar: SidecarProcess
+) -> None:
+    """In PID namespaces of their own both may have one id. A real driver then says 201."""
+    with Child(double, setup=SETUP) as child:
+        shared, layout = child.run(
+            "gpu = Device(); exported = share(gpu, gpu.allocate(layout.size_bytes), layout)\n"
+            "result = exported.shared, exported.layouts[0]",
+            layout=layout_in("BLHNC"),
+        )
+        double.fail("cuIpcOpenMemHandle", 201, times=2)
+        fence = WorkerFence()
+        for pid, told in (
+            (sidecar.pid, rf"201.*same process id {sidecar.pid} .*restart one of them.*hostPID"),
+            (child.pid, "cuIpcOpenMemHandle failed .*report it"),
+        ):
+            message = attach_message(Role.WORKER, layout, memory=shared, pid=pid)
+            with pytest.raises(RefusedError, match=told):
+                Client(sidecar.socket, message, (fence.fd,))
+        fence.close()
 
 
 EXPORTING = """

@@ -8,6 +8,7 @@ What a rehearsal measures means nothing and is never kept.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import tempfile
@@ -168,10 +169,17 @@ class Gpu:
 
 
 class Apart(Gpu):
-    """The same device, each process in namespaces of its own, as in a container."""
+    """The same device, each process in namespaces of its own, as in a container.
 
-    @staticmethod
-    def start(
+    The first process has the id `first_pid` in its namespace, the others those after it.
+    """
+
+    def __init__(self, first_pid: int) -> None:
+        self._pids = itertools.count(first_pid)
+        self.start = self._start
+
+    def _start(
+        self,
         module: str,
         arguments: Sequence[str | int],
         environment: dict[str, str],
@@ -179,7 +187,9 @@ class Apart(Gpu):
         piped: bool = False,
     ) -> Process:
         """Start the `main` of a module there."""
-        return start("tests.gpu.real.apart", [module, *arguments], environment, piped=piped)
+        # Text: a number is a descriptor.
+        command = [str(next(self._pids)), module, *arguments]
+        return start("tests.gpu.real.apart", command, environment, piped=piped)
 
 
 class Rehearsal:
