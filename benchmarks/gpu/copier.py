@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import concurrent.futures
 import mmap
+import tempfile
 import time
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from sidecar.config.sections import PREFAULT_THREADS_MAX
 from tiers.cuda.device import Device, PinnedMemory
 from tiers.cuda.driver import check, driver
 from tiers.cuda.errors import NOT_READY
+from tiers.pool.file import Backing
+from tiers.pool.numa import Placement
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -57,6 +61,7 @@ class Copier:
         self.pin_seconds = time.perf_counter() - begun
         self._memory = self._device.import_ipc(shared.handle, layout, self._pins)
         self._plain: tuple[int, Any, Any] | None = None
+        self._shared: tuple[npt.NDArray[np.uint8], PinnedMemory] | None = None
         self._threads = concurrent.futures.ThreadPoolExecutor(2 * THREADS)
 
     def batches(self) -> bool:
@@ -73,8 +78,19 @@ class Copier:
         ]
         return "; ".join([*found.reasons, *rates]) or "nothing was timed"
 
-    def plain(self, num_bytes: int, *, to_device: bool) -> float:
-        """Seconds of one `cuMemcpyAsync`."""
+    def _pinned_file(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """Pinned memory of a file in /dev/shm, with its pages allocated as those of a pool."""
+        if self._shared is None:
+            with tempfile.TemporaryFile(dir="/dev/shm") as file:
+                file.truncate(num_bytes)
+                memory = np.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=np.uint8)
+            assert Backing(True, PREFAULT_THREADS_MAX, Placement()).populate(memory)
+            self._device.bind()
+            self._shared = memory, PinnedMemory(self._device.driver, memory)
+        return self._shared[0]
+
+    def plain(self, num_bytes: int, *, to_device: bool, shared: bool = False) -> float:
+        """Seconds of one `cuMemcpyAsync`; `shared`: with memory as the sidecar's pool has it."""
         cuda = self._device.driver
         self._device.bind()
         if self._plain is None:
@@ -83,7 +99,8 @@ class Copier:
                 "cuEventCreate", 2
             ))  # fmt: skip
         there, stream, event = self._plain
-        here = self._pool.ctypes.data
+        memory = self._pinned_file(num_bytes) if shared else self._pool
+        here = memory.ctypes.data
         target, source = (there, here) if to_device else (here, there)
         copy, query = cuda.entry("cuMemcpyAsync"), cuda.entry("cuEventQuery")
         begun = time.perf_counter()
@@ -148,6 +165,8 @@ class Copier:
             cuda.call("cuEventDestroy", event)
             cuda.call("cuStreamDestroy", stream)
             cuda.call("cuMemFree", there)
+        if self._shared is not None:
+            self._shared[1].close()
         self._pins.close()
         self._device.close()
 

@@ -45,6 +45,8 @@ class Effort:
     """In flight per direction; 32 MiB is the default."""
     size_multiple: int
     ranks: int
+    threads: tuple[int, ...]
+    """Values of `copy.threads`."""
 
     def rank_layout(self) -> KVLayout:
         """A rank's cache: as `layout` of 1 MiB, and its share of the whole."""
@@ -87,6 +89,7 @@ FULL: Final = Effort(
     limits_bytes=(32 << 20, 8 << 20, 2 << 20, 128 << 20),
     size_multiple=2 << 20,
     ranks=8,
+    threads=(4, 8, 12),
 )
 SMALL: Final = Effort(
     cache_bytes=16 << 20,
@@ -106,4 +109,5 @@ SMALL: Final = Effort(
     limits_bytes=(1 << 20,),
     size_multiple=1 << 16,
     ranks=2,
+    threads=(1, 2),
 )

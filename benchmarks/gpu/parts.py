@@ -24,6 +24,7 @@ PARTS: Final = (
     "copies",
     "through_the_sidecar",
     "costs",
+    "threads",
     "ranks",
     "beside_computing",
     "beside_reads",
@@ -121,8 +122,12 @@ class Bench:
             "round_bytes": effort.round_bytes // 2,
         }
 
-    def _plain(self, copier: Child, num_bytes: int, *, to_device: bool) -> float:
-        seconds = copier.call("copier.copier.plain", num_bytes=num_bytes, to_device=to_device)
+    def _plain(
+        self, copier: Child, num_bytes: int, *, to_device: bool, shared: bool = False
+    ) -> float:
+        seconds = copier.call(
+            "copier.copier.plain", num_bytes=num_bytes, to_device=to_device, shared=shared
+        )
         assert isinstance(seconds, float)
         return seconds
 
@@ -144,6 +149,12 @@ class Bench:
             )
             rate = effort.round_bytes / seconds / 1e9
             found.append(Figure(part, f"a plain copy {name}", rate, "GB/s"))
+            shared = statistics.median(
+                self._plain(copier, effort.round_bytes, to_device=to_device, shared=True)
+                for _ in range(effort.rounds)
+            )
+            about = f"a plain copy {name} with memory as the pool's"
+            found.append(Figure(part, about, seconds / shared, RATIO))
         one_way: list[float] = []
         for piece_bytes in PIECES_BYTES:
             for name, to_device in DIRECTIONS:
@@ -229,6 +240,26 @@ class Bench:
                     at_least=1.5,
                 )
             )  # fmt: skip
+        return found
+
+    def threads(self) -> list[Figure]:
+        """What more copy threads bring, and what hashing costs."""
+        effort, found = self.effort, list[Figure]()
+        kinds: list[tuple[int, str, dict[str, dict[str, Any]]]] = [
+            *((count, way, {}) for count in effort.threads for way in (STORES, LOADS)),
+            (effort.threads[0], LOADS, {"integrity": {"verify_loads": 0}}),
+        ]
+        for count, way, sections in kinds:
+            with self._world(copy={"threads": count}, **sections) as world:
+                self.worker.call(
+                    "traffic.attach", socket=world.socket, layout=effort.layout(1 << 20),
+                    ways=[way], **self._jobs(),
+                )  # fmt: skip
+                self.worker.call("traffic.seconds", num_bytes=effort.round_bytes)
+                seconds = self.worker.call("traffic.seconds", num_bytes=4 * effort.round_bytes)
+                self.worker.call("traffic.detach")
+            name = f"{count} threads, 1 MiB, {way}" + (", not verified" if sections else "")
+            found.append(Figure("threads", name, 4 * effort.round_bytes / seconds / 1e9, "GB/s"))
         return found
 
     def ranks(self) -> list[Figure]:
@@ -338,7 +369,7 @@ class Bench:
                 layout=effort.layout(1 << 20), ways=[STORES], **self._jobs(),
             )  # fmt: skip
             taken = before - settled(watcher)
-            cost = worker.call(
+            cost, writes, launches = worker.call(
                 "traffic.steps_with_jobs", steps=effort.steps, warm_up=effort.warm_up
             )
             worker.call("traffic.detach")
@@ -348,5 +379,9 @@ class Bench:
                 part, "fence and message of a step with a store and a load, p99",
                 percentile(cost, 0.99), "µs", at_most=20.0,
                 beside=f"p50 {percentile(cost, 0.5):.1f} µs",
+            ),
+            Figure(
+                part, "of that, the fence's write, p50", percentile(writes, 0.5), "µs",
+                beside=f"a small kernel's launch: {percentile(launches, 0.5):.1f} µs",
             ),
         ]  # fmt: skip

@@ -230,9 +230,22 @@ def reading(reads: int, warm_up: int, *, copying: bool) -> tuple[list[float], fl
     return found, copied / passed
 
 
-def steps_with_jobs(steps: int, warm_up: int) -> list[float]:
-    """Microseconds that submitting a step's jobs takes the engine: the fence and the message."""
-    found = list[float]()
+def steps_with_jobs(steps: int, warm_up: int) -> tuple[list[float], list[float], list[float]]:
+    """Microseconds that submitting a step's jobs takes the engine: the fence and the message.
+
+    The second list is of the fence's write alone, and the third of one small kernel's launch.
+    """
+    found, writes, launches = list[float](), list[float](), list[float]()
+    fence = engine.role.fence
+    assert fence is not None
+    signal = fence.signal
+
+    def timed(sequence: int) -> None:
+        begun = time.perf_counter_ns()
+        signal(sequence)
+        writes.append((time.perf_counter_ns() - begun) / 1000)
+
+    fence.signal = timed  # type: ignore[method-assign]
     for number in range(warm_up + steps):
         store, load = 2 * number + 1_000_000, 2 * number + 1_000_001
         plan = StepPlan(
@@ -240,11 +253,15 @@ def steps_with_jobs(steps: int, warm_up: int) -> list[float]:
             loads=[engine.load_job(load, traffic.chunks("kept", 0)[:1])],
         )
         begun = time.perf_counter_ns()
+        engine.cache.launch()
+        launched = time.perf_counter_ns()
         engine.role.submit(plan)
-        passed = (time.perf_counter_ns() - begun) / 1000
+        passed = (time.perf_counter_ns() - launched) / 1000
         if number >= warm_up:
             found.append(passed)
+            launches.append((launched - begun) / 1000)
         for job_id in (store, load):
             assert engine.outcome(job_id), f"job {job_id} failed"
             del engine.ended[job_id]
-    return found
+    fence.signal = signal  # type: ignore[method-assign]
+    return found, writes[warm_up:], launches

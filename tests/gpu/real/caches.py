@@ -81,6 +81,9 @@ class Cache(Protocol):
     def compute(self) -> None:
         """Queue the work of one decode step: matrix products."""
 
+    def launch(self) -> None:
+        """Queue the smallest kernel that there is."""
+
     def mark(self) -> Any:
         """A mark behind what is queued, for `reached`."""
 
@@ -219,6 +222,9 @@ class TorchCache:
         for _ in range(MATMULS_PER_STEP):
             torch.mm(left, right, out=product)
 
+    def launch(self) -> None:
+        self._scratch[0].fill_(1.0)
+
     def mark(self) -> Any:
         event = torch.cuda.Event()
         event.record()
@@ -307,6 +313,9 @@ class BareCache(DriverCache):
         return set(self.block(block))
 
     def compute(self) -> None:
+        self.launch()
+
+    def launch(self) -> None:
         self.gpu.fill(self.base, 1, 1)
 
     def mark(self) -> Any:
