@@ -18,6 +18,7 @@
 #   make compare  kvlake beside plain vLLM, vLLM's own offloading and LMCache, with load tools of others
 #   make gpu-test   the tests that need a GPU, and no vLLM; refuses where there is none
 #   make gpu-bench  the benchmarks that need one, with the results in docs/evidence/performance.md
+#   make gpu-engine  a real vLLM engine on a GPU; needs a Python with vLLM for CUDA
 #   make kill-matrix  kills and stops every process at every stage, and prints what came of it
 #   make soak     a long run under load and kills, MINUTES=30; docs/evidence/soak.md says how to read it
 #   make simulate the simulation on SEEDS=10000 seeds from FIRST=0 on, up to the first that breaks a rule
@@ -60,7 +61,7 @@ GUIDELLM_VERSION := 0.8.1
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test durations promises nightly test-release test-source check bench gpu-test gpu-bench kill-matrix simulate soak fuzz clean FORCE
+.PHONY: help setup demo test durations promises nightly test-release test-source check bench gpu-test gpu-bench gpu-engine kill-matrix simulate soak fuzz clean FORCE
 
 help:
 	@sed -n '/^# kvlake/,/^$$/s/^# \{0,1\}//p' Makefile
@@ -262,6 +263,10 @@ gpu-test:
 gpu-bench:
 	@$(gpu_python)
 	$(GPU_ENV) "$(GPU_PYTHON)" -m benchmarks.gpu.run $(GPU_ARGS)
+
+gpu-engine:
+	@$(gpu_python)
+	$(GPU_ENV) "$(GPU_PYTHON)" -m tests.gpu.real.whole_engine $(GPU_ARGS)
 
 # Both matrices: the connector's, and that of vLLM's own offloading. The tables also go to
 # build/kill-matrix. KILL_ARGS picks cells, e.g. KILL_ARGS='-k "sidecar and drain"' or

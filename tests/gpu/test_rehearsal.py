@@ -5,6 +5,8 @@ It proves nothing about a GPU. The same code runs, with small sizes and without 
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +27,16 @@ def world(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[W
     with World(Rehearsal(double)) as made:
         yield made
     double.no_violations()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_rehearsal_of_a_whole_engine_on_cpus(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    command = [sys.executable, "-m", "tests.gpu.real.whole_engine", "--rehearse"]
+    command += ["--layouts", "llama", "--limit", "800", "--out", str(tmp_path)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
 
 
 @pytest.mark.slow

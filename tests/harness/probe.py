@@ -52,7 +52,7 @@ class KVProbe:
         self.model_runner.model.load_weights([])
 
     def _bytes(self) -> list[Any]:
-        return [one.contiguous().view(_uint8()).numpy() for one in self._layers()]
+        return [one.contiguous().view(_uint8()).cpu().numpy() for one in self._layers()]
 
     def _layers(self) -> list[Any]:
         # Groups lie over each other, and a state of recurrent layers fills a part of its page.
