@@ -26,12 +26,16 @@ Ratios = dict[str, float]
 
 def policy_ratios(
     name: str, trace: PromptTrace, capacity: int, parts: Sequence[str]
-) -> tuple[Ratios, float]:
-    """Hit ratios of one of kvlake's policies, and microseconds for each requested chunk."""
+) -> tuple[Ratios, RecordedPolicy]:
+    """Hit ratios of one of kvlake's policies, and the policy with the calls that it got."""
     recorded = RecordedPolicy(POLICIES[name]())
-    found = _ratios(PolicyCache(recorded, capacity), trace, parts)
+    return _ratios(PolicyCache(recorded, capacity), trace, parts), recorded
+
+
+def microseconds_of(name: str, recorded: RecordedPolicy) -> float:
+    """Microseconds that the recorded calls take a new policy, for each requested chunk."""
     requested = sum(len(arguments[0]) for call, arguments in recorded.calls if call == "use")
-    return found, seconds_of(recorded.calls, POLICIES[name]) * 1e6 / max(1, requested)
+    return seconds_of(recorded.calls, POLICIES[name]) * 1e6 / max(1, requested)
 
 
 def reference_ratios(name: str, trace: PromptTrace, capacity: int, parts: Sequence[str]) -> Ratios:
