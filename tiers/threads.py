@@ -11,14 +11,16 @@ import asyncio
 import contextlib
 import os
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
-from typing import Final, TypeVar
+from typing import Final, Generic, TypeVar
 
 import anyio
 
-T = TypeVar("T")
+W = TypeVar("W")
+R = TypeVar("R")
 
 NICENESS_ADDED: Final = 10
 """Such a thread gets a tenth of the weight of one with the process's niceness."""
@@ -48,25 +50,105 @@ def lower_priority() -> None:
         os.setpriority(os.PRIO_PROCESS, thread, min(niceness + NICENESS_ADDED, NICENESS_MAX))
 
 
-class DedicatedThreads:
-    """Threads for one kind of work, with the priority of the process: no other work lowers it."""
+class DedicatedThreads(Generic[W, R]):
+    """Threads for one kind of work, which take it themselves, with the priority of the process.
 
-    def __init__(self, count: int, name: str) -> None:
-        self._threads = ThreadPoolExecutor(count, name)
+    Args:
+        count: number of threads.
+        name: what their names begin with.
+        take: returns the next work, None where there is none any more. Called in the threads.
+        carry_out: does it, in the same thread. It must not raise.
+        ended: gets what ended since its last call, oldest first, on the event loop. A turn of the
+            loop for each would cost more than a small copy does.
+    """
 
-    async def run_sync(
-        self, work: Callable[[], T], *, limiter: anyio.CapacityLimiter, abandon_on_cancel: bool
-    ) -> T:
-        """As `anyio.to_thread.run_sync`."""
-        async with limiter:
-            ended = asyncio.get_running_loop().run_in_executor(self._threads, work)
-            with anyio.CancelScope(shield=not abandon_on_cancel):
-                await asyncio.wait([ended])
-            return ended.result()
+    def __init__(
+        self,
+        count: int,
+        name: str,
+        *,
+        take: Callable[[], W | None],
+        carry_out: Callable[[W], R],
+        ended: Callable[[list[tuple[W, R]]], None],
+    ) -> None:
+        self._name = name
+        self._take = take
+        self._carry_out = carry_out
+        self._report = ended
+        self._woken: SimpleQueue[None] = SimpleQueue()
+        self._running: list[tuple[float, W] | None] = [None] * count
+        self._ended: deque[tuple[W, R]] = deque()
+        self._reporting = False
+        """Whether a turn of the loop for what ended is due."""
+        self._closing = False
 
-    def close(self) -> None:
-        """End the threads when their current work is done."""
-        self._threads.shutdown(wait=False)
+    @property
+    def running(self) -> list[tuple[float, W] | None]:
+        """What each thread does, and since when (monotonic seconds); None for one that is free."""
+        return list(self._running)
+
+    def wake(self, count: int = 1) -> None:
+        """Say that there is work for `count` calls of `take`."""
+        for _ in range(count):
+            self._woken.put(None)
+
+    async def run(self) -> None:
+        """Work until cancelled. Work that runs then ends, and is reported, before this returns.
+
+        Raises what `ended` raised.
+        """
+        loop = asyncio.get_running_loop()
+        broken: asyncio.Future[None] = loop.create_future()
+
+        def report() -> None:
+            # In this order: a thread adds to `_ended` before it looks at `_reporting`.
+            self._reporting = False
+            ended: list[tuple[W, R]] = []
+            while self._ended:
+                ended.append(self._ended.popleft())
+            try:
+                if ended:
+                    self._report(ended)
+            except BaseException as error:
+                if broken.done():
+                    raise
+                broken.set_exception(error)
+
+        def work(number: int) -> None:
+            while True:
+                self._woken.get()
+                if self._closing:
+                    return
+                taken = self._take()
+                if taken is None:
+                    continue
+                self._running[number] = (time.monotonic(), taken)
+                done = (taken, self._carry_out(taken))
+                # An idle thread keeps no reference to what it worked on.
+                self._running[number] = taken = None
+                self._ended.append(done)
+                del done
+                if not self._reporting:
+                    self._reporting = True
+                    loop.call_soon_threadsafe(report)
+
+        threads = [
+            threading.Thread(target=work, args=(number,), name=f"{self._name}-{number}")
+            for number in range(len(self._running))
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            await broken
+        finally:
+            self._closing = True
+            self.wake(len(threads))
+            while any(thread.is_alive() for thread in threads):
+                # The first cancel is raised again; another adds nothing.
+                with anyio.CancelScope(shield=True):
+                    with contextlib.suppress(anyio.get_cancelled_exc_class()):
+                        await anyio.sleep(0.001)
+            report()
 
 
 class ComputeLimiter:

@@ -1,9 +1,9 @@
-"""Copies between workers and slots: their order, when one starts, and what a copy thread does.
+"""Copies between workers and slots: when one starts, how it ends, and what a copy thread does.
 
-Owns the groups of `Gather` and `Scatter` commands until they end, the copy threads, the polling of
-fences, and the copy itself, one call in a thread for all chunks of a job. Loads come before stores,
-the sessions of each kind take turns, and the groups of one session are copied as they came. Does
-not own slots, sessions, or what an outcome means.
+Owns the groups of `Gather` and `Scatter` commands until they end, the polling of fences, and the
+copy itself, one call in a thread for all chunks of a job. Copy threads take groups themselves, so
+that none is idle while the event loop is busy. Does not own the order of groups (`copy_queue.py`),
+the threads (`tiers/threads.py`), slots, sessions, or what an outcome means.
 
 Invariants:
 
@@ -15,19 +15,14 @@ Invariants:
   thread, so a stopped worker cannot occupy the copy threads.
 * Every command ends in exactly one `Copied`, and starts before its deadline or never. A started
   copy runs to its end; cancelling only stops the waiting for it.
-* A group is in one place: behind its fence, ready, running, or gone.
-* A session that floods delays another's next group by one group of its own, not by its backlog.
-* Fences and deadlines of one session's groups do not decrease, so polling all queues costs the
-  number of sessions, not of groups. A client that breaks this delays its own groups only, until
-  their deadline at most.
+* A worker's memory stays mapped while a group of it is queued or copied.
 """
 
 import contextlib
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Final, TypeVar, cast
 
 import anyio
@@ -35,23 +30,19 @@ import numpy as np
 import numpy.typing as npt
 
 from sidecar.core.commands import Copied, Gather, Scatter
+from sidecar.data.copy_queue import CopyGroup, CopyQueue
 from sidecar.data.transfer_times import Kind, TransferTimes
 from sidecar.logs import fields, traceback_end
 from sidecar.protocol import Outcome
-from sidecar.sessions.namespaces import RankLayout, RealmLayout
 from sidecar.sessions.session import Session
-from sidecar.sessions.worker_memory import WorkerMemory
 from tiers.errors import ChunkCorrupt
-from tiers.kv.copy import Region, Transfer
+from tiers.kv.copy import Transfer
 from tiers.kv.slot_image import payload_hasher
-from tiers.store.client import run_to_end
 from tiers.threads import DedicatedThreads
 
 T = TypeVar("T")
 Memory = npt.NDArray[np.uint8]
 
-LOADS_IN_A_ROW_MAX: Final = 8
-"""A waiting store gets every ninth turn."""
 STORE_BYTES_MAX: Final = 64 * 1024 * 1024
 """Stores are cut into parts of this size, so that a load never waits behind a large one."""
 FENCE_POLL_SECONDS_MIN: Final = 0.0005
@@ -60,184 +51,11 @@ FENCE_POLL_SECONDS_MAX: Final = 0.005
 _logger = logging.getLogger("kvlake.copies")
 
 
-@dataclass(slots=True, eq=False)
-class CopyGroup:
-    """Gathers or scatters of one job, copied together."""
-
-    session: Session
-    memory: WorkerMemory
-    rank: RankLayout
-    commands: Sequence[Gather | Scatter]
-    deadline: float
-    """Monotonic seconds after which the group must not start."""
-    part: int = 0
-    """The worker's KV cache group that the chunks are of."""
-    arrived: float = field(default_factory=time.monotonic)
-    """When its job arrived (monotonic seconds)."""
-
-    @property
-    def region(self) -> Region:
-        """That KV cache group in the worker's memory."""
-        return self.memory.regions[self.part]
-
-    @property
-    def realm(self) -> RealmLayout:
-        """The realm that the chunks are of."""
-        return self.session.realms[self.part]
-
-    @property
-    def job_id(self) -> int:
-        """The job that all its commands belong to."""
-        return self.commands[0].job_id
-
-    @property
-    def fence(self) -> int:
-        """The step after which its blocks may be touched."""
-        return self.commands[0].fence
-
-    @property
-    def is_load(self) -> bool:
-        """Whether it writes to the worker's memory."""
-        return isinstance(self.commands[0], Scatter)
-
-    @property
-    def about(self) -> str:
-        """What is copied, for whom."""
-        attach = self.session.attach
-        return f"{len(self.commands)} chunks, engine {attach.engine_id}, rank {attach.rank}"
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes to copy."""
-        num_blocks = sum(len(command.block_ids) for command in self.commands)
-        return num_blocks * self.rank.layout.block_payload_bytes
-
-    @property
-    def may_start(self) -> bool:
-        """Whether its fence was reached, and its worker is not waiting to take blocks back."""
-        fence = self.memory.fence
-        return fence.reached(self.fence) and not fence.revoking
-
-    def all_ended(self, outcome: Outcome, detail: str = "") -> list[Copied]:
-        """The same outcome for every command."""
-        return [Copied(command.copy_id, outcome, detail) for command in self.commands]
-
-
-class _RoundRobin:
-    """Groups by session. The sessions take turns."""
-
-    def __init__(self) -> None:
-        self._queues: dict[Session, deque[CopyGroup]] = {}
-
-    def __len__(self) -> int:
-        return sum(map(len, self._queues.values()))
-
-    def sessions(self) -> list[Session]:
-        """The sessions that have groups, in the order of their turns."""
-        return list(self._queues)
-
-    def head(self, session: Session) -> CopyGroup | None:
-        """The first group of a session."""
-        queue = self._queues.get(session)
-        return None if queue is None else queue[0]
-
-    def queue_of(self, session: Session) -> deque[CopyGroup]:
-        """The groups of a session, to add one."""
-        return self._queues.setdefault(session, deque())
-
-    def pop(self, session: Session | None = None) -> CopyGroup:
-        """Take the first group of a session, by default of the one whose turn it is.
-
-        Its next group goes behind all other sessions.
-        """
-        session = next(iter(self._queues)) if session is None else session
-        queue = self._queues.pop(session)
-        group = queue.popleft()
-        if queue:
-            self._queues[session] = queue
-        return group
-
-    def drop(self, session: Session) -> list[CopyGroup]:
-        """Take every group of a session out."""
-        return list(self._queues.pop(session, ()))
-
-
-class CopyQueue:
-    """Groups on their way to the copy threads."""
-
-    def __init__(self) -> None:
-        self._waiting = (_RoundRobin(), _RoundRobin())
-        self._loads = _RoundRobin()
-        self._stores = _RoundRobin()
-        self._loads_in_a_row = 0
-
-    def __len__(self) -> int:
-        return sum(map(len, self._queues()))
-
-    @property
-    def waiting(self) -> int:
-        """Groups whose fence was not reached yet."""
-        return sum(map(len, self._waiting))
-
-    @property
-    def loads_ready(self) -> int:
-        """Loads whose fence was reached."""
-        return len(self._loads)
-
-    def add(self, group: CopyGroup) -> bool:
-        """Queue a group. True if it is ready now."""
-        waiting = self._waiting[group.is_load]
-        # Behind the waiting groups of its session, so that `sweep` need only look at the first.
-        if waiting.head(group.session) is None and group.may_start:
-            self._make_ready(group)
-            return True
-        waiting.queue_of(group.session).append(group)
-        return False
-
-    def put_back(self, group: CopyGroup) -> None:
-        """Queue a group again that could not start because its worker was revoking."""
-        self._waiting[group.is_load].queue_of(group.session).appendleft(group)
-
-    def _make_ready(self, group: CopyGroup) -> None:
-        (self._loads if group.is_load else self._stores).queue_of(group.session).append(group)
-
-    def sweep(self, now: float) -> tuple[int, list[CopyGroup]]:
-        """Make groups ready whose fence is reached. Returns how many, and the expired groups."""
-        ready, expired = 0, list[CopyGroup]()
-        for queue in self._waiting:
-            for session in queue.sessions():
-                while (group := queue.head(session)) is not None:
-                    if group.may_start:
-                        self._make_ready(queue.pop(session))
-                        ready += 1
-                    elif now > group.deadline:
-                        expired.append(queue.pop(session))
-                    else:
-                        break
-        return ready, expired
-
-    def next(self) -> CopyGroup | None:
-        """The group whose turn it is, or None."""
-        if self._loads and (self._loads_in_a_row < LOADS_IN_A_ROW_MAX or not self._stores):
-            self._loads_in_a_row += 1
-            return self._loads.pop()
-        self._loads_in_a_row = 0
-        return self._stores.pop() if self._stores else None
-
-    def sessions(self) -> set[Session]:
-        """The sessions that have groups."""
-        return {session for queue in self._queues() for session in queue.sessions()}
-
-    def drop(self, session: Session) -> list[CopyGroup]:
-        """Take every group of a session out."""
-        return [group for queue in self._queues() for group in queue.drop(session)]
-
-    def _queues(self) -> tuple[_RoundRobin, ...]:
-        return self._loads, self._stores, *self._waiting
-
-
 class Copies:
-    """The queue of copies and the tasks that work on it."""
+    """The queue of copies and the threads that work on it.
+
+    `finished` gets what ended, on the event loop.
+    """
 
     def __init__(
         self,
@@ -247,39 +65,36 @@ class Copies:
         times: TransferTimes,
     ) -> None:
         self._pool = pool
-        self._threads = threads
-        self._limiter = anyio.CapacityLimiter(threads)
         self._finished = finished
         self.queue = CopyQueue()
         self.times = times
-        self._ready = anyio.Semaphore(0)
+        # Engines wait for a copy, which holds their fence. Its thread keeps the process's priority.
+        self._threads = DedicatedThreads(
+            threads,
+            "kvlake-copy",
+            take=self.queue.take,
+            carry_out=self._carry_out,
+            ended=self._ended,
+        )
         self._arrived = anyio.Event()
         self._poll_seconds = FENCE_POLL_SECONDS_MIN
-        self._running: dict[CopyGroup, float] = {}
-        """When each copy that runs now began (monotonic seconds), oldest first."""
 
     @property
     def loads_pending(self) -> int:
         """Loads that are ready or run. Engines wait for these."""
-        return self.queue.loads_ready + sum(group.is_load for group in self._running)
+        running = [one[1] for one in self._threads.running if one is not None]
+        return self.queue.loads_ready + sum(group.is_load for group in running)
 
     def stuck_seconds(self, now: float) -> float:
         """Seconds since a copy thread was last free; 0 while one is."""
-        if len(self._running) < self._threads:
-            return 0.0
-        return now - next(reversed(self._running.values()))
+        began = [one[0] for one in self._threads.running if one is not None]
+        return now - max(began) if len(began) == len(self._threads.running) else 0.0
 
     async def run(self) -> None:
         """Work on the queue until cancelled; a copy that runs then is waited for."""
-        # Engines wait for a copy, which holds their fence. Its thread keeps the process's priority.
-        threads = DedicatedThreads(self._threads, "kvlake-copy")
-        try:
-            async with anyio.create_task_group() as group:
-                for _ in range(self._threads):
-                    group.start_soon(self._copier, threads)
-                await self._gate()
-        finally:
-            threads.close()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._threads.run)
+            await self._gate()
 
     def add(self, group: CopyGroup) -> None:
         """Queue a group. Where its fence is reached already, it need not wait for a poll."""
@@ -288,18 +103,28 @@ class Copies:
         if not group.is_load:
             layout = group.rank.layout
             step = max(1, STORE_BYTES_MAX // layout.payload_bytes(layout.blocks_per_chunk))
+        if step >= len(group.commands):
+            self._add(group)
+            return
         for first in range(0, len(group.commands), step):
-            part = replace(group, commands=group.commands[first : first + step])
-            if self.queue.add(part):
-                self._ready.release()
-            else:
-                self._poll_seconds = FENCE_POLL_SECONDS_MIN
-                self._arrived.set()
+            self._add(replace(group, commands=group.commands[first : first + step]))
+
+    def _add(self, group: CopyGroup) -> None:
+        group.memory.hold()
+        if self.queue.add(group):
+            self._threads.wake()
+        else:
+            self._poll_seconds = FENCE_POLL_SECONDS_MIN
+            self._arrived.set()
 
     def drop(self, session: Session) -> None:
         """End the groups of a closed session that have not started."""
         for group in self.queue.drop(session):
-            self._finished(group.all_ended(Outcome.REVOKED, "the session ended"))
+            self._finish(group, Outcome.REVOKED, "the session ended")
+
+    def _finish(self, group: CopyGroup, outcome: Outcome, detail: str) -> None:
+        group.memory.release()
+        self._finished(group.all_ended(outcome, detail))
 
     async def _gate(self) -> None:
         """Let groups through as their fences are reached; give up those past their deadline."""
@@ -310,59 +135,20 @@ class Copies:
             await anyio.sleep(self._poll_seconds)
             self._poll_seconds = min(self._poll_seconds * 1.5, FENCE_POLL_SECONDS_MAX)
             ready, expired = self.queue.sweep(time.monotonic())
-            for _ in range(ready):
-                self._ready.release()
+            self._threads.wake(ready)
             for group in expired:
                 revoking = group.memory.fence.revoking
                 what = "the worker revoked" if revoking else f"fence {group.fence} was not reached"
-                detail = f"{what} until the job's deadline"
-                self._finished(group.all_ended(Outcome.EXPIRED, detail))
+                self._finish(group, Outcome.EXPIRED, f"{what} until the job's deadline")
 
-    async def _copier(self, threads: DedicatedThreads) -> None:
-        while True:
-            await self._ready.acquire()
-            group = self.queue.next()
-            if group is None:
-                continue
-            if time.monotonic() > group.deadline:
-                detail = "no copy thread was free before the job's deadline"
-                self._finished(group.all_ended(Outcome.EXPIRED, detail))
-                continue
-            self._running[group] = time.monotonic()
-            try:
-                with group.memory.in_use() as mapped:
-                    ended = await self._copy(group, threads, mapped=mapped)
-            finally:
-                del self._running[group]
-            if ended is None:
-                # The worker holds its lock for microseconds, or as long as it is stopped. The gate
-                # tries again until the deadline.
-                self._retry(group)
-            else:
-                if all(one.outcome is Outcome.OK for one in ended):
-                    kind, realm = Kind.LOAD if group.is_load else Kind.STORE, group.realm
-                    seconds = time.monotonic() - group.arrived
-                    self.times.ended(kind, realm, seconds, group.num_bytes, group.about)
-                self._finished(ended)
-
-    def _retry(self, group: CopyGroup) -> None:
-        if group.memory.ended:
-            self._finished(group.all_ended(Outcome.REVOKED, "the session ended"))
-        elif time.monotonic() > group.deadline:
-            detail = "the worker held its fence page until after the job's deadline"
-            self._finished(group.all_ended(Outcome.EXPIRED, detail))
-        else:
-            self.queue.put_back(group)
-            self._arrived.set()
-
-    async def _copy(
-        self, group: CopyGroup, threads: DedicatedThreads, *, mapped: bool
-    ) -> list[Copied] | None:
-        if not mapped:
-            return group.all_ended(Outcome.REVOKED, "the session ended")
+    def _carry_out(self, group: CopyGroup) -> list[Copied] | None:
+        """Copy, in a copy thread. None: the worker holds its lock, so try again."""
+        if time.monotonic() > group.deadline:
+            detail = "no copy thread was free before the job's deadline"
+            return group.all_ended(Outcome.EXPIRED, detail)
         copy = scatter_group if group.is_load else gather_group
         try:
-            return await run_to_end(lambda: copy(group, self._pool), self._limiter, threads=threads)
+            return copy(group, self._pool)
         except BlockingIOError:
             return None
         except Exception as error:
@@ -377,6 +163,33 @@ class Copies:
                 ),
             )
             return group.all_ended(Outcome.FAILED, str(error))
+
+    def _ended(self, groups: list[tuple[CopyGroup, list[Copied] | None]]) -> None:
+        ended: list[Copied] = []
+        for group, copied in groups:
+            if copied is None:
+                # The worker holds its lock for microseconds, or as long as it is stopped. The gate
+                # tries again until the deadline.
+                self._retry(group)
+                continue
+            group.memory.release()
+            if all(one.outcome is Outcome.OK for one in copied):
+                kind = Kind.LOAD if group.is_load else Kind.STORE
+                seconds = time.monotonic() - group.arrived
+                self.times.ended(kind, group.realm, seconds, group.num_bytes, group.about)
+            ended += copied
+        if ended:
+            self._finished(ended)
+
+    def _retry(self, group: CopyGroup) -> None:
+        if group.memory.ended:
+            self._finish(group, Outcome.REVOKED, "the session ended")
+        elif time.monotonic() > group.deadline:
+            detail = "the worker held its fence page until after the job's deadline"
+            self._finish(group, Outcome.EXPIRED, detail)
+        else:
+            self.queue.put_back(group)
+            self._arrived.set()
 
 
 def gather_group(group: CopyGroup, pool: Memory) -> list[Copied]:

@@ -43,7 +43,8 @@ from sidecar.core.commands import (
     Write,
     Written,
 )
-from sidecar.data.copies import Copies, CopyGroup
+from sidecar.data.copies import Copies
+from sidecar.data.copy_queue import CopyGroup
 from sidecar.data.index_writer import IndexUpdater
 from sidecar.data.read import SegmentReader
 from sidecar.data.transfer_times import Kind

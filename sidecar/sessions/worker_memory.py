@@ -13,7 +13,7 @@ import functools
 import logging
 import mmap
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -137,22 +137,19 @@ class WorkerMemory:
         self._open = True
         self._copies = 0
 
-    @contextlib.contextmanager
-    def in_use(self) -> Generator[bool]:
-        """Keep the memory mapped during a copy; yields False if it is unmapped already.
+    def hold(self) -> None:
+        """Keep the memory mapped until `release`. Call both on the event loop.
 
-        Enter on the event loop. It yields no array on purpose: a view left in a waiting task or an
+        There is no way to get at the bytes here, on purpose: a view left in a waiting task or an
         idle thread would keep the mapping, and with it a dead engine's memory, until the next copy.
         """
-        if not self._open:
-            yield False
-            return
+        assert self._open, "copies begin while the session lasts"
         self._copies += 1
-        try:
-            yield True
-        finally:
-            self._copies -= 1
-            self._unmap_if_idle()
+
+    def release(self) -> None:
+        """One `hold` is over."""
+        self._copies -= 1
+        self._unmap_if_idle()
 
     async def prefault(self) -> None:
         """Map every page, slice by slice, while the session lasts. Safe to cancel.
@@ -164,11 +161,14 @@ class WorkerMemory:
         if not isinstance(mapping, HostMapping):
             return
         for start in range(0, mapping.size_bytes, PREFAULT_BYTES_PER_CALL):
-            with self.in_use() as mapped:
-                if not mapped or self.ended:
-                    return
+            if self.ended:
+                return
+            self.hold()
+            try:
                 if not await run_to_end(functools.partial(mapping.populate, start), _prefaulting):
                     return
+            finally:
+                self.release()
 
     def end(self) -> None:
         """The session is over: unmap once the running copies have ended."""

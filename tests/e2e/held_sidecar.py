@@ -21,7 +21,8 @@ from unittest.mock import patch
 import anyio
 
 from sidecar import cli
-from sidecar.data.copies import CopyGroup, Memory
+from sidecar.data.copies import Memory
+from sidecar.data.copy_queue import CopyGroup
 from sidecar.protocol.codec import decode_first
 from sidecar.transport.unix_socket import Connection, close_fds
 from tests import places

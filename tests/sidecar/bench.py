@@ -23,7 +23,7 @@ from sidecar.core.commands import (
     Gather,
     Scatter,
 )
-from sidecar.data.copies import CopyGroup
+from sidecar.data.copy_queue import CopyGroup
 from sidecar.protocol import Outcome, Role
 from sidecar.sessions.namespaces import RankLayout, RealmLayout, Realms
 from sidecar.sessions.session import Session, Sessions

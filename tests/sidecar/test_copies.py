@@ -18,7 +18,8 @@ from sidecar.core.commands import (
     Gather,
     Scatter,
 )
-from sidecar.data.copies import Copies, CopyGroup, gather_group
+from sidecar.data.copies import Copies, gather_group
+from sidecar.data.copy_queue import CopyGroup
 from sidecar.data.transfer_times import TransferTimes
 from sidecar.protocol import Outcome, Role
 from sidecar.sessions.worker_memory import HostMapping
@@ -218,15 +219,13 @@ async def test_end_of_session_revokes_what_has_not_started(bench: Bench) -> None
 
 
 async def test_memory_stays_while_a_copy_uses_it(bench: Bench) -> None:
-    with bench.memory.in_use() as mapped:
-        assert mapped
-        bench.sessions.close(bench.session)
-        assert is_mapped(bench)
-        assert isinstance(bench.memory.mapping, HostMapping)
-        assert bench.memory.mapping.view[0] == bench.bytes[0]
+    bench.memory.hold()
+    bench.sessions.close(bench.session)
+    assert is_mapped(bench)
+    assert isinstance(bench.memory.mapping, HostMapping)
+    assert bench.memory.mapping.view[0] == bench.bytes[0]
+    bench.memory.release()
     assert not is_mapped(bench)
-    with bench.memory.in_use() as mapped:
-        assert not mapped
 
 
 async def test_idle_copier_holds_no_memory(bench: Bench) -> None:

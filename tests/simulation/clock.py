@@ -335,6 +335,41 @@ def frozen(world: World, run_hop: Threads) -> Iterator[None]:
                 await run_hop(hop)
             return hop.result
 
+    class SimulatedThreads:
+        """In place of `DedicatedThreads`: each piece of work is a hop."""
+
+        def __init__(
+            self,
+            count: int,
+            _: str,
+            *,
+            take: Callable[[], Any],
+            carry_out: Callable[[Any], Any],
+            ended: Callable[[list[tuple[Any, Any]]], None],
+        ) -> None:
+            self.running: list[tuple[float, Any] | None] = [None] * count
+            self._take, self._carry_out, self._ended = take, carry_out, ended
+            self._woken = anyio.Semaphore(0)
+
+        def wake(self, count: int = 1) -> None:
+            for _ in range(count):
+                self._woken.release()
+
+        async def run(self) -> None:
+            async with anyio.create_task_group() as tasks:
+                for number in range(len(self.running)):
+                    tasks.start_soon(self._work, number)
+
+        async def _work(self, number: int) -> None:
+            while True:
+                await self._woken.acquire()
+                if (taken := self._take()) is None:
+                    continue
+                self.running[number] = (time.monotonic(), taken)
+                done = await run_sync(self._carry_out, taken)
+                self.running[number] = None
+                self._ended([(taken, done)])
+
     def seeded(*seed: object) -> random.Random:
         return random.Random(*(seed or (world.random.getrandbits(64),)))  # type: ignore[arg-type]
 
@@ -356,7 +391,7 @@ def frozen(world: World, run_hop: Threads) -> Iterator[None]:
         (places.find("Server").module, "threading", outside_threads),
     ]
     ours: dict[str, object] = {
-        "DedicatedThreads.run_sync": staticmethod(run_sync),
+        "DedicatedThreads": SimulatedThreads,
         "write_skeleton": _write_once,
         # Its length would depend on the machine and the process.
         "holder_name": lambda name: f"{name} on host, pid 1",

@@ -13,7 +13,7 @@ from tests import places
 from tests.simulation.clock import Violation
 
 if TYPE_CHECKING:
-    from sidecar.data.copies import CopyGroup
+    from sidecar.data.copy_queue import CopyGroup
     from tests.simulation.engine import SimEngine
 
 

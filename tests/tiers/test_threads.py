@@ -6,15 +6,18 @@ import os
 import subprocess
 import sys
 import threading
+from collections import deque
 from typing import TYPE_CHECKING
 
 import anyio
+import pytest
 
+from tests.sidecar.bench import until
 from tiers.store.client import run_to_end
-from tiers.threads import NICENESS_ADDED, NICENESS_MAX, lower_priority
+from tiers.threads import NICENESS_ADDED, NICENESS_MAX, DedicatedThreads, lower_priority
 
 if TYPE_CHECKING:
-    import pytest
+    from collections.abc import Callable
 
 OBSTORE = """
 import anyio, os
@@ -79,3 +82,90 @@ class TestStepBack:
         thread.start()
         thread.join()
         assert found == [own]
+
+
+class Work:
+    """Numbers to be done, by `DedicatedThreads`."""
+
+    def __init__(
+        self, threads: int = 2, ended: Callable[[list[tuple[int, int]]], None] | None = None
+    ) -> None:
+        self.left: deque[int] = deque()
+        self.ended: list[tuple[int, int]] = []
+        self.held = threading.Event()
+        self.held.set()
+        self.threads = DedicatedThreads(
+            threads,
+            "test",
+            take=self.take,
+            carry_out=self.carry_out,
+            ended=ended or self.ended.extend,
+        )
+
+    def take(self) -> int | None:
+        return self.left.popleft() if self.left else None
+
+    def carry_out(self, number: int) -> int:
+        self.held.wait()
+        return -number
+
+    def add(self, *numbers: int) -> None:
+        self.left.extend(numbers)
+        self.threads.wake(len(numbers))
+
+
+class TestDedicatedThreads:
+    async def test_each_piece_of_work_is_taken_and_reported_once(self) -> None:
+        work = Work()
+        work.add(*range(100))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(work.threads.run)
+            await until(lambda: len(work.ended) >= 100)
+            work.add(100)
+            await until(lambda: len(work.ended) >= 101)
+            tasks.cancel_scope.cancel()
+        assert sorted(work.ended) == [(number, -number) for number in range(101)]
+
+    async def test_a_call_for_work_that_is_gone_does_nothing(self) -> None:
+        work = Work()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(work.threads.run)
+            work.threads.wake(3)
+            work.add(1)
+            await until(lambda: bool(work.ended))
+            tasks.cancel_scope.cancel()
+        assert work.ended == [(1, -1)]
+
+    async def test_it_says_what_runs_and_since_when(self) -> None:
+        work = Work()
+        work.held.clear()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(work.threads.run)
+            work.add(7)
+            await until(lambda: any(work.threads.running))
+            (running,) = [one for one in work.threads.running if one is not None]
+            assert running[1] == 7
+            work.held.set()
+            await until(lambda: not any(work.threads.running))
+            tasks.cancel_scope.cancel()
+
+    async def test_a_cancel_waits_for_what_runs_and_starts_nothing_more(self) -> None:
+        work = Work(threads=1)
+        work.held.clear()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(work.threads.run)
+            work.add(1, 2)
+            await until(lambda: any(work.threads.running))
+            tasks.cancel_scope.cancel()
+            threading.Timer(0.05, work.held.set).start()
+        assert work.ended == [(1, -1)]
+        assert list(work.left) == [2]
+
+    async def test_an_error_of_what_hears_of_the_end_ends_it(self) -> None:
+        def broken(_: list[tuple[int, int]]) -> None:
+            raise RuntimeError("a bug")
+
+        work = Work(ended=broken)
+        work.add(1)
+        with anyio.fail_after(60), pytest.raises(RuntimeError, match="a bug"):
+            await work.threads.run()

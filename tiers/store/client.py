@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tiers.errors import ImageTruncated
-from tiers.threads import DedicatedThreads, lower_priority
+from tiers.threads import lower_priority
 
 T = TypeVar("T")
 Bytes = npt.NDArray[np.uint8]
@@ -109,12 +109,10 @@ async def run_to_end(
     limiter: anyio.CapacityLimiter,
     *,
     abort: Callable[[], None] | None = None,
-    threads: DedicatedThreads | None = None,
 ) -> T:
-    """Run `work` in a worker thread. Returns after it has ended, even if cancelled.
+    """Run `work` in a worker thread of lower priority. Returns after it ended, even if cancelled.
 
     `abort` makes waiting work end soon: it is called after a cancel until the work has ended.
-    Without `threads` the work has a lower priority than the event loop.
 
     anyio shields the wait from its own cancel scopes, but a bare `Task.cancel()` (asyncio itself
     on SIGINT) passes that shield; so after any exception the thread is asked.
@@ -124,16 +122,16 @@ async def run_to_end(
     def tracked() -> T:
         if not ended.set_running_or_notify_cancel():
             raise RuntimeError("work was abandoned before its thread began")
-        if threads is None:
-            lower_priority()
+        lower_priority()
         try:
             return work()
         finally:
             ended.set_result(None)
 
-    run_sync = anyio.to_thread.run_sync if threads is None else threads.run_sync
     try:
-        return await run_sync(tracked, limiter=limiter, abandon_on_cancel=abort is not None)
+        return await anyio.to_thread.run_sync(
+            tracked, limiter=limiter, abandon_on_cancel=abort is not None
+        )
     except BaseException:
         # One that has not started is cancelled, and never does.
         while not (ended.cancel() or ended.done()):

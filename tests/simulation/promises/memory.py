@@ -70,10 +70,9 @@ MEMORY = (
     # What is sealed.
     Mutation(
         "a slot is called sealed before its copy has ended",
-        "Copies._copier",
-        "ended = await self._copy(group, threads, mapped=mapped)",
-        "self._finished(group.all_ended(Outcome.OK)); "
-        "ended = await self._copy(group, threads, mapped=mapped) and []",
+        "Copies._carry_out",
+        "return copy(group, self._pool)",
+        "self._finished(group.all_ended(Outcome.OK)); copy(group, self._pool); return []",
     ),
     Mutation(
         "a store that failed is taken for sealed",

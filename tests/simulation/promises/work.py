@@ -82,10 +82,10 @@ WORK = (
     # Jobs.
     Mutation(
         "a revoked job is answered as done",
-        "Copies._copier",
-        "self._finished(ended)",
-        "self._finished([Copied(one.copy_id, Outcome.OK) "
-        "if one.outcome is Outcome.REVOKED else one for one in ended])",
+        "Copies._ended",
+        "ended += copied",
+        "ended += [Copied(one.copy_id, Outcome.OK) "
+        "if one.outcome is Outcome.REVOKED else one for one in copied]",
         seed=4,
     ),
     Mutation(
