@@ -9,6 +9,7 @@ hundred times while it read at full rate, and at a lower one by 1.8 to 2.0 (two 
 
 import asyncio
 import contextlib
+import contextvars
 import os
 import threading
 import time
@@ -98,6 +99,8 @@ class DedicatedThreads(Generic[W, R]):
         Raises what `ended` raised.
         """
         loop = asyncio.get_running_loop()
+        # anyio finds the loop by it, and a thread has none.
+        context = contextvars.copy_context()
         broken: asyncio.Future[None] = loop.create_future()
 
         def report() -> None:
@@ -130,7 +133,7 @@ class DedicatedThreads(Generic[W, R]):
                 del done
                 if not self._reporting:
                     self._reporting = True
-                    loop.call_soon_threadsafe(report)
+                    loop.call_soon_threadsafe(report, context=context)
 
         threads = [
             threading.Thread(target=work, args=(number,), name=f"{self._name}-{number}")

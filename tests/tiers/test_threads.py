@@ -161,6 +161,15 @@ class TestDedicatedThreads:
         assert work.ended == [(1, -1)]
         assert list(work.left) == [2]
 
+    async def test_what_hears_of_the_end_may_use_the_event_loop(self) -> None:
+        heard = list[anyio.Event]()
+        work = Work(ended=lambda _: heard.append(anyio.Event()))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(work.threads.run)
+            work.add(1)
+            await until(lambda: bool(heard))
+            tasks.cancel_scope.cancel()
+
     async def test_an_error_of_what_hears_of_the_end_ends_it(self) -> None:
         def broken(_: list[tuple[int, int]]) -> None:
             raise RuntimeError("a bug")
