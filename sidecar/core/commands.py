@@ -47,8 +47,10 @@ class SessionOpened(msgspec.Struct, frozen=True):
 
     def stores(self, key: bytes) -> bool:
         """Whether this worker, of those with the same segment, is the one that stores it."""
-        number, attach = int.from_bytes(key[:4], "little"), self.attach
-        return number % attach.replicas == attach.rank % attach.replicas
+        attach, replicas = self.attach, self.attach.replicas
+        return (
+            replicas == 1 or int.from_bytes(key[:4], "little") % replicas == attach.rank % replicas
+        )
 
 
 class RestoredSlot(msgspec.Struct, frozen=True):

@@ -39,6 +39,8 @@ ZERO_KEY: Final = bytes(32)
 class SegmentState(enum.Enum):
     """What the slot of a segment holds."""
 
+    __hash__ = object.__hash__  # That of Enum is Python code, and slow.
+
     ABSENT = "absent"
     """There is no slot."""
     STORING = "storing"
@@ -53,6 +55,8 @@ class SegmentState(enum.Enum):
 
 class Cause(enum.Enum):
     """Why a segment changes state."""
+
+    __hash__ = object.__hash__
 
     GATHER = "gather"
     READ = "read"
@@ -142,12 +146,19 @@ class Chunk:
     @property
     def busy(self) -> bool:
         """Whether a copy, read or write runs on one of its slots."""
-        return any(segment.running for segment in self.segments)
+        # Asked several times for each chunk that comes or goes: a generator takes twice as long.
+        for segment in self.segments:  # noqa: SIM110
+            if segment.running:
+                return True
+        return False
 
     @property
     def empty(self) -> bool:
         """Whether it has no slot."""
-        return all(segment.state is SegmentState.ABSENT for segment in self.segments)
+        for segment in self.segments:  # noqa: SIM110 (as above)
+            if segment.state is not SegmentState.ABSENT:
+                return False
+        return True
 
 
 class SegmentSources:
@@ -258,8 +269,7 @@ class Realm:
 
     def in_store(self, key: bytes) -> bool:
         """Whether the segments of all ranks can be read from the store."""
-        mask, _ = self.stored.entry(key)
-        return mask > 0 and self.readable and self.segment_sources.covers(mask)
+        return self.readable and self.segment_sources.covers(self.stored.mask(key))
 
     def obtainable(self, key: bytes) -> int:
         """Ranks whose segment can be read or made from the store, as bits."""
@@ -394,11 +404,12 @@ class Directory:
                 f"{before.name} + {cause.name} is no transition, for rank {segment.rank} of "
                 f"{self.history(chunk.realm.realm_id, chunk.key)}"
             )
-        if not chunk.detached:
-            self._touch(chunk.realm, chunk.key)
         self._history.append((chunk.realm.realm_id, chunk.key, segment.rank, before, cause))
+        hosted = (after is SegmentState.HOST) - (before is SegmentState.HOST)
+        if hosted and not chunk.detached:
+            self._touch(chunk.realm, chunk.key)
         segment.state = after
-        chunk.hosted += (after is SegmentState.HOST) - (before is SegmentState.HOST)
+        chunk.hosted += hosted
 
     def detach(self, chunk: Chunk) -> None:
         """Remove a chunk; work that runs on its slots ends on zombies."""
@@ -443,6 +454,8 @@ class Directory:
 
         `take_unkept` has the others that host memory did not keep.
         """
+        if not self._touched:
+            return []
         changes: list[FlagChange] = []
         for (_, key), (realm, was, holder) in self._touched.items():
             now = realm.flags(key)
@@ -457,6 +470,8 @@ class Directory:
 
     def take_unkept(self) -> list[FlagChange]:
         """Chunks that host memory did not keep, and whose flags did not change; oldest first."""
+        if not self._unkept:
+            return []
         unkept, self._unkept = self._unkept, {}
         chunks = [chunk for chunk in unkept.values() if chunk.gone is not None]
         flags = [chunk.realm.flags(chunk.key) for chunk in chunks]

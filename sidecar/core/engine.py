@@ -217,12 +217,16 @@ class Engine:
         changes = self.directory.take_changes()
         for change in changes:
             gone = self.gone.note(change, self.lookups.now)
-            self._outbox.emit(IndexSet(change.realm.realm_id, change.key, *change.now, gone))
+            self._outbox.change_index(
+                IndexSet(change.realm.realm_id, change.key, *change.now, gone)
+            )
         for change in self.directory.take_unkept():
             told = self.gone.why(change.realm.realm_id, change.key)
             gone = self.gone.note(change, self.lookups.now)
             if gone not in (None, told):
-                self._outbox.emit(IndexSet(change.realm.realm_id, change.key, *change.now, gone))
+                self._outbox.change_index(
+                    IndexSet(change.realm.realm_id, change.key, *change.now, gone)
+                )
         self._withdraw(self.gone.forget_oldest())
         if changes:
             self._notify(changes)
@@ -232,13 +236,13 @@ class Engine:
     def _withdraw(self, names: Iterable[tuple[int, bytes]]) -> None:
         """Remove chunks that are in no tier from the shared index."""
         for realm_id, key in names:
-            self._outbox.emit(IndexSet(realm_id, key, in_host=False, in_store=False))
+            self._outbox.change_index(IndexSet(realm_id, key, in_host=False, in_store=False))
 
     def _publish_listed(self, event: Listed) -> None:
         keys = self.store.listed(event)
         if keys is not None:
             realm = self.directory.realms[event.realm_id]
-            self._outbox.emit(IndexOffer(realm.realm_id, keys))
+            self._outbox.change_index(IndexOffer(realm.realm_id, keys))
             self.notify_listed(realm, keys)
             for feed in self._event_feeds.values():
                 feed.listed(realm, keys)

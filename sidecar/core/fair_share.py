@@ -57,13 +57,14 @@ class Share:
 
     def fits(self, session_id: int, amount: int) -> bool:
         """Whether a session may have this much more."""
+        held = self.by_session.get(session_id, 0) + amount
         left = self.limit - self.used - amount
-        return self.of(session_id) + amount <= min(self._alpha * left, self._session_max)
+        return held <= self._session_max and held <= self._alpha * left
 
     def take(self, session_id: int, amount: int) -> None:
         """Take an amount that fits."""
         self.used += amount
-        self.by_session[session_id] = self.of(session_id) + amount
+        self.by_session[session_id] = self.by_session.get(session_id, 0) + amount
 
     def give(self, session_id: int, amount: int) -> None:
         """Give an amount back."""

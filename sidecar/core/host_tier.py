@@ -175,9 +175,8 @@ class HostTier:
             self._count_dropped(chunk.tenant, cause, within_limit=within_limit)
             return Reservation.FULL
         self._retain(chunk, retention)
-        tag = slot_tag(chunk.tenant, chunk.retention)
-        if any(tag):
-            self.slots.set_tag(slot, tag)
+        if chunk.tenant or chunk.retention != FOR_EVER:
+            self.slots.set_tag(slot, slot_tag(chunk.tenant, chunk.retention))
         self._tenants.charge(chunk.tenant, segment.slot_bytes)
         assert slot not in self.allocated, f"slot {slot} was given out twice"
         self.allocated.add(slot)

@@ -104,11 +104,13 @@ class Outbox:
         self.resuming = False
         """Whether a `Resume` was sent and `Resumed` has not arrived."""
 
+    def change_index(self, command: IndexSet | IndexOffer) -> None:
+        """Add a change of the shared index."""
+        self._index.append(command)
+
     def emit(self, command: Command) -> None:
-        """Add a command."""
-        if isinstance(command, IndexSet | IndexOffer):
-            self._index.append(command)
-        elif isinstance(command, Reply):
+        """Add another command."""
+        if isinstance(command, Reply):
             self._replies.append(command)
         elif not (isinstance(command, Resume) and self.resuming):
             self.resuming |= isinstance(command, Resume)

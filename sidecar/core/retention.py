@@ -46,6 +46,8 @@ FOR_EVER: Final = Retention()
 class Gone(enum.Enum):
     """Why no tier has a chunk any more."""
 
+    __hash__ = object.__hash__  # That of Enum is Python code, and slow.
+
     EVICTED = "evicted"
     """It was evicted to make room, found none, or left the object store."""
     EXPIRED = "expired"

@@ -13,7 +13,9 @@ Invariants:
   return only when nothing touches the caller's memory any more.
 """
 
+import itertools
 import logging
+import operator
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Final, TypeVarTuple
@@ -109,7 +111,14 @@ class Executor:
     def execute(self, commands: Iterable[Command]) -> None:
         """Start all commands of one event. Returns at once."""
         groups: dict[tuple[int, int, int, type], list[Gather | Scatter]] = {}
+        entries: list[IndexSet] = []
         for command in commands:
+            if isinstance(command, IndexSet):
+                entries.append(command)
+                continue
+            if entries:
+                self._set(entries)
+                entries = []
             match command:
                 case Gather() | Scatter():
                     job = (command.session_id, command.job_id, command.realm_id, type(command))
@@ -119,8 +128,6 @@ class Executor:
                     if session is not None and command.waited_seconds is not None:
                         self._copies.times.answered(session.realm, command.waited_seconds)
                     self._reply(command.session_id, command.message)
-                case IndexSet():
-                    self.indexes.set(self._realms[command.realm_id].indexed_in, command)
                 case IndexOffer():
                     self.indexes.offer(self._realms[command.realm_id].indexed_in, command)
                 case Write():
@@ -136,8 +143,13 @@ class Executor:
                 case Resume():
                     # A task begins in the next turn of the loop, behind whatever is ready now.
                     self._start(self._resume)
+        self._set(entries)
         for group in groups.values():
             self._copy(group)
+
+    def _set(self, entries: Iterable[IndexSet]) -> None:
+        for realm_id, of_realm in itertools.groupby(entries, operator.attrgetter("realm_id")):
+            self.indexes.set(self._realms[realm_id].indexed_in, of_realm)
 
     def _start(self, work: Callable[[*Ts], Coroutine[Any, Any, None]], *given: *Ts) -> None:
         assert self.tasks is not None, "commands come only while there are tasks"

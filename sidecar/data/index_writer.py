@@ -10,8 +10,9 @@ step if the realm is forgotten. Without memory for a larger index the smaller on
 next entry after a pause tries again.
 """
 
+import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import anyio
@@ -37,6 +38,8 @@ from tiers.kv.index import (
 )
 
 INDEX_RETRY_SECONDS: Final = 10.0
+MANY: Final = 16
+"""Entries from which on it takes less time to set them with numpy."""
 GONE: Final = {
     None: 0,
     Gone.EVICTED: GONE_EVICTED,
@@ -64,10 +67,16 @@ class IndexUpdater:
         self.growing_bytes = 0
         """Bytes of larger indexes that are being filled."""
 
-    def set(self, realm: RealmLayout, command: IndexSet) -> None:
-        """Set the flags of one chunk."""
-        flags = FLAG_HOST * command.in_host | FLAG_STORE * command.in_store | GONE[command.gone]
-        realm.index.set(tag_of(command.key, realm.index_salt), flags)
+    def set(self, realm: RealmLayout, commands: Iterable[IndexSet]) -> None:
+        """Set the flags of some chunks, in order."""
+        # Mostly all of them come, or all go.
+        for flags, run in itertools.groupby(commands, _flags_of):
+            keys = [command.key for command in run]
+            if len(keys) < MANY:
+                for key in keys:
+                    realm.index.set(tag_of(key, realm.index_salt), flags)
+            else:
+                realm.index.set_many(tags_of(keys, realm.index_salt), flags)
         self._grow_if_full(realm)
 
     def offer(self, realm: RealmLayout, command: IndexOffer) -> None:
@@ -123,3 +132,7 @@ class IndexUpdater:
             self.growing_bytes -= larger.size_bytes
             # Readers of the old mapping miss until they take the new one.
             unused.close()
+
+
+def _flags_of(command: IndexSet) -> int:
+    return FLAG_HOST * command.in_host | FLAG_STORE * command.in_store | GONE[command.gone]

@@ -262,6 +262,8 @@ def sockets_of(given: str | None) -> tuple[str, ...]:
 class Outcome(enum.IntEnum):
     """How a job, or one lookup, ended. Everything but OK is a miss to the engine."""
 
+    __hash__ = int.__hash__  # That of Enum is Python code, and slow.
+
     OK = 0
     MISSING = 1
     """A chunk was evicted before the copy started."""

@@ -69,7 +69,7 @@ class Bench:
         self.indexes.offer(self.realm, IndexOffer(self.realm.realm_id, keys))
 
     def set(self, key: npt.NDArray[np.uint8], *, host: bool, store: bool) -> None:
-        self.indexes.set(self.realm, IndexSet(self.realm.realm_id, key.tobytes(), host, store))
+        self.indexes.set(self.realm, [IndexSet(self.realm.realm_id, key.tobytes(), host, store)])
 
 
 @pytest.fixture

@@ -330,7 +330,7 @@ class HostPool:
         remove_files(self.path, self._lock_fd)
 
     def _add_slab(self, slot_class: SlotClass) -> Slab | None:
-        if not self._entries:
+        if not self._entries or not self.extents.fits(slot_class.slot_bytes):
             return None
         slab_bytes_max = min(_SLAB_BYTES_MAX, self.size_bytes // _SLABS_PER_POOL_MIN)
         slots_max = max(1, slab_bytes_max // slot_class.slot_bytes)

@@ -122,6 +122,10 @@ class Extents:
             self.sizes[best] -= taken
         return start, best_units
 
+    def fits(self, unit: int) -> bool:
+        """Whether a range has room for one unit."""
+        return max(self.sizes, default=0) >= unit
+
     def give(self, start: int, size: int) -> None:
         """Return a range."""
         place = bisect.bisect_left(self.starts, start)

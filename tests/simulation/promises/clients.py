@@ -9,8 +9,8 @@ CLIENTS = (
     Mutation(
         "the index is not told of an eviction",
         "Directory.move",
-        "if not chunk.detached:",
-        "if not chunk.detached and cause is not Cause.EVICTED:",
+        "if hosted and not chunk.detached:",
+        "if hosted and not chunk.detached and cause is not Cause.EVICTED:",
     ),
     Mutation(
         "the index is told last",
