@@ -164,7 +164,7 @@ MEMORY = (
     Mutation(
         "a tenant's slot comes back as nobody's",
         "HostTier.reserve",
-        "self.slots.set_tag(slot, tag)",
+        "self.slots.set_tag(slot, slot_tag(chunk.tenant, chunk.retention))",
         "pass",
         ("sidecar killed",),
     ),
