@@ -64,6 +64,16 @@ def test_a_layout_survives_the_wire(cache: Cache) -> None:
     assert msgspec.msgpack.decode(frame, type=KVLayout) == cache.kv
 
 
+def test_a_size_that_a_layout_keeps_is_no_part_of_it() -> None:
+    kv, other = (
+        build(name, layers=2, blocks=5, heads=3, tokens=4, head_size=8).kv
+        for name in (LAYOUT_NAMES[0], LAYOUT_NAMES[0])
+    )
+    assert kv.block_payload_bytes == kv.chunk(4).block_payload_bytes == 2 * 3 * 4 * 32
+    assert (kv, hash(kv)) == (other, hash(other))
+    assert msgspec.msgpack.encode(kv) == msgspec.msgpack.encode(other)
+
+
 @pytest.mark.parametrize("name", LAYOUT_NAMES)
 def test_chunk_geometry_does_not_depend_on_the_engine_s_layout(name: str) -> None:
     kv = build(name, layers=2, blocks=5, heads=3, tokens=4, head_size=8).kv

@@ -98,19 +98,18 @@ class CopyPlan:
 
 def check_copy(kv: KVLayout, block_ids: BlockIds, payload: Bytes) -> None:
     """Raise `LayoutError` unless `block_ids` are blocks of `kv` and `payload` has their size."""
-    size_bytes = len(block_ids) * kv.chunk(1).block_payload_bytes
+    size_bytes = len(block_ids) * kv.block_payload_bytes
     if payload.size != size_bytes:
         raise LayoutError(
             f"payload has {payload.size} bytes: {len(block_ids)} blocks of this layout need "
             f"exactly {size_bytes}"
         )
-    if len(block_ids):
-        lowest, highest = int(block_ids.min()), int(block_ids.max())
-        if lowest < 0 or highest >= kv.num_blocks:
-            raise LayoutError(
-                f"block_ids run from {lowest} to {highest}: must be between 0 and "
-                f"{kv.num_blocks - 1}, the blocks that the worker exported"
-            )
+    # Without its sign, a negative number is larger than any block id.
+    if len(block_ids) and block_ids.astype(np.uint64).max() >= kv.num_blocks:
+        raise LayoutError(
+            f"block_ids run from {block_ids.min()} to {block_ids.max()}: must be between 0 and "
+            f"{kv.num_blocks - 1}, the blocks that the worker exported"
+        )
 
 
 class Runs:

@@ -16,6 +16,7 @@ Invariants, checked at construction:
 * A payload is in C order `[blocks, layers, heads, tokens, content]`, whatever the engine's order.
 """
 
+import functools
 import re
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -117,7 +118,7 @@ class Segment(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=Tru
         return cls(first_layer, last_layer - first_layer, first_head, last_head - first_head)
 
 
-class ChunkLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ChunkLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """A chunk of one worker outside the engine: shape, element type, encoding.
 
     Bytes are in C order `[blocks, layers, heads, tokens, content]`. `content_bytes` is the size of
@@ -177,7 +178,7 @@ class ChunkLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Entries of one (block, layer, head)."""
         return self.block_tokens // self.entry_tokens
 
-    @property
+    @functools.cached_property
     def block_payload_bytes(self) -> int:
         """Bytes of one block of this segment."""
         heads = self.segment.num_layers * self.segment.num_heads
@@ -201,7 +202,9 @@ class ChunkLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return num_blocks, segment.num_layers, segment.num_heads, self.block_entries, content
 
 
-class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class KVLayout(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, dict=True
+):
     """Where one KV cache group lies in the memory that a worker exported.
 
     `size_bytes` is the exported allocation, `layer_offsets_bytes` has the offset of block 0,
@@ -351,6 +354,11 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
             token_stride_bytes=strides[2],
             entry_tokens=entry_tokens,
         )
+
+    @functools.cached_property
+    def block_payload_bytes(self) -> int:
+        """Bytes of one block in a payload."""
+        return self.chunk(1).block_payload_bytes
 
     def chunk(self, blocks_per_chunk: int) -> ChunkLayout:
         """Geometry of this worker's part of a chunk of `blocks_per_chunk` blocks."""
