@@ -140,21 +140,21 @@ class SlotTemplate:
         """
         if checksum is None:
             checksum = _digest(self.payload(slot))
-        row = (
-            ("key", self._key, key),
-            ("parent", self._parent, parent),
-            ("checksum", self.checksum, checksum),
-            ("token_ids", self._token_ids, token_ids),
+        fields = (
+            ("key", KEY_BYTES, key),
+            ("parent", KEY_BYTES, parent),
+            ("checksum", CHECKSUM_BYTES, checksum),
+            ("token_ids", self.token_bytes, token_ids),
         )
-        for name, place, value in row:
-            if len(value) != place.stop - place.start:
+        for name, size_bytes, value in fields:
+            if len(value) != size_bytes:
                 raise LayoutError(
                     f"{name} has {len(value)} bytes: an image of {self.num_blocks} blocks of "
-                    f"{self.layout.block_tokens} tokens needs exactly {place.stop - place.start}"
+                    f"{self.layout.block_tokens} tokens needs exactly {size_bytes}"
                 )
-        for _, place, value in row:
-            slot[place] = np.frombuffer(value, dtype=np.uint8)
-        slot[self.row_checksum] = np.frombuffer(_digest(slot[self.row]), dtype=np.uint8)
+        row, view = b"".join((key, parent, checksum, token_ids)), slot.data
+        view[self.row] = row
+        view[self.row_checksum] = xxhash.xxh3_128_digest(row)
         return checksum
 
     def verify(
