@@ -24,6 +24,7 @@ import fcntl
 import mmap
 import os
 import struct
+import threading
 from collections.abc import Generator
 from typing import Final
 
@@ -118,13 +119,16 @@ class SidecarFence:
     """The sidecar's end of a page. Takes ownership of `fd`, which `check_sealed` accepted."""
 
     def __init__(self, fd: int) -> None:
-        self._fd = fd
         try:
-            self._map = mmap.mmap(fd, PAGE_BYTES, prot=mmap.PROT_READ)
-        except (OSError, ValueError):  # ValueError: the page is too short.
+            self._map = mmap.mmap(fd, PAGE_BYTES, prot=mmap.PROT_READ)  # ValueError: too short.
+            # Not the worker's description: its lock would be this process's, too.
+            self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        finally:
             os.close(fd)
-            raise
         self._words = np.frombuffer(self._map, dtype=np.uint64)
+        self._counting = threading.Lock()
+        self._copies = 0
+        """Copies that run. The first takes the lock on the page, and the last drops it."""
 
     def reached(self, fence: int) -> bool:
         """Whether the work of step `fence` is finished."""
@@ -139,18 +143,22 @@ class SidecarFence:
     def copying(self, job_id: int) -> Generator[bool, None, None]:
         """Hold off revocation while a copy of `job_id` runs; yields False if it is void.
 
-        Each use opens its own file description, so that threads can share the lock. Raises
-        `BlockingIOError` while the worker revokes or waits to: try again. A wait for the lock would
-        block a copy thread for as long as a worker is stopped.
+        Raises `BlockingIOError` while the worker revokes or waits to: try again. A wait for the
+        lock would block a copy thread for as long as a worker is stopped.
         """
         if self.revoking:
             raise BlockingIOError("the worker waits to revoke")
-        fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
+        with self._counting:
+            if not self._copies:
+                lock_page(self._fd, fcntl.F_RDLCK)
+            self._copies += 1
         try:
-            lock_page(fd, fcntl.F_RDLCK)
             yield job_id >= int(self._words[_REVOKED_BELOW])
         finally:
-            os.close(fd)
+            with self._counting:
+                self._copies -= 1
+                if not self._copies:
+                    lock_page(self._fd, fcntl.F_UNLCK)
 
     def close(self) -> None:
         """Unmap and close; no copy may be running."""

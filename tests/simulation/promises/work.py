@@ -24,7 +24,7 @@ WORK = (
     Mutation(
         "a copy does not hold the worker's lock",
         "SidecarFence.copying",
-        "lock_page(fd, fcntl.F_RDLCK)",
+        "lock_page(self._fd, fcntl.F_RDLCK)",
         "pass",
         ("sidecar stopped in the middle of a copy",),
         seed=3,
