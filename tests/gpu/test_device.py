@@ -440,6 +440,33 @@ def test_a_device_is_found_by_its_identity_and_not_by_its_number(double: Double)
             reader.run("ready(b'\\xff' * 16)")
 
 
+def test_one_thread_copies_on_several_devices_in_turn(double: Double) -> None:
+    double.page.num_devices, layout = 2, layout_in("LBHNC")
+    with Child(double, setup=OWNER) as one, Child(double, setup=OWNER, first_device=1) as two:
+        handles = [owner.run("result = own(lay, 7, False)", lay=layout) for owner in (one, two)]
+        raw = one.run("result = raw")
+        two.run("gpu.write(base, raw[::-1].tobytes()); gpu.read(base, 1)")
+        with _reader(double) as reader:
+            reader.run(
+                "most = {'to_device_bytes_max': 1 << 20, 'to_host_bytes_max': 1 << 20}\n"
+                "both = [device, Device(driver(), uuid, **most)]; ids = np.array([5, 2, 23])\n"
+                "memory, other = (d.import_ipc(h, lay, pins) for d, h in zip(both, handles))\n"
+                "three = [one.gather(ids, pool[n * 18432 :][:18432])"
+                " for n, one in enumerate((memory, other, memory))]\n"
+                "for flight in three: flight.finish(see)\n"
+                "wanted = np.empty((2, 18432), dtype=np.uint8)\n"
+                "for n, own in enumerate((raw, raw[::-1].copy())):"
+                " CopyPlan(lay).gather(own, ids, wanted[n])\n"
+                "assert seen == [wanted[n].tobytes() for n in (0, 1, 0)]\n"
+                "other.close(); both[1].close(); leave()",
+                uuid=uuid_of(1),
+                lay=layout,
+                handles=handles,
+                raw=raw,
+            )
+            assert double.process(reader.pid).left == {}
+
+
 def test_a_gone_exporter_is_named(double: Double) -> None:
     layout = layout_in("BLHNC")
     with _reader(double) as reader:

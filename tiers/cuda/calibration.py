@@ -123,7 +123,7 @@ class Calibration:
         rows = image.reshape(_ROWS, -1)[:, :_TRIAL_WIDTH_BYTES]
         planes = _planes(self._there, dense, _TRIAL_WIDTH_BYTES)
         ends = (self._there, image.ctypes.data, image.size)
-        device, host, size = (np.array([one], dtype=np.uint64) for one in ends)
+        device, host, size = (np.array([one]) for one in ends)
         whole = Descriptors(device, host, size)
         right = True
         try:
@@ -186,11 +186,11 @@ class Calibration:
 def _planes(there: int, memory: Bytes, width_bytes: int) -> Descriptors:
     """All of `memory` as planes whose rows have twice their size as distance on the device."""
     plane_bytes = _ROWS * width_bytes
-    at = np.arange(memory.size // plane_bytes, dtype=np.uint64) * np.uint64(plane_bytes)
+    at = np.arange(memory.size // plane_bytes) * plane_bytes
     return Descriptors(
-        device=np.uint64(there) + at * np.uint64(2),
-        host=np.uint64(memory.ctypes.data) + at,
-        rows=np.full(len(at), _ROWS, dtype=np.uint64),
+        device=there + at * 2,
+        host=memory.ctypes.data + at,
+        rows=np.full(len(at), _ROWS),
         width_bytes=width_bytes,
         pitch_bytes=2 * width_bytes,
     )

@@ -18,12 +18,12 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 
-from tiers.cuda.descriptors import Descriptors, cut
+from tiers.cuda.descriptors import Descriptors, batches
 from tiers.cuda.driver import Driver, check
 from tiers.cuda.errors import NOT_READY, CudaFailed, DeviceLost, failure
 
@@ -40,7 +40,9 @@ _STREAM_NON_BLOCKING: Final = 1
 _ATTRIBUTES: Final = np.array([1, 0, 0, 0, 0, 1], dtype=np.int32)
 """One CUmemcpyAttributes: sources are read in stream order, no location hints, and the copy
 engines rather than the SMs (CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE)."""
+_ATTRIBUTES_AT: Final = _ATTRIBUTES.ctypes.data
 _FIRSTS: Final = np.zeros(1, dtype=np.uint64)
+_FIRSTS_AT: Final = _FIRSTS.ctypes.data
 _MEMORY_HOST: Final = 1
 _MEMORY_DEVICE: Final = 2
 # CUDA_MEMCPY2D as words of eight bytes: source, target, size.
@@ -89,6 +91,14 @@ class CopyStream:
         """Accepts the bytes of the runs for which to use 2D copies. None: use none."""
         self._pitch_bytes_max = pitch_bytes_max
         self._plane = np.zeros(_PLANE_WORDS, dtype=np.uint64)
+        self._device, self._host = (_TO, _FROM) if to_device else (_FROM, _TO)
+        self._plane[self._device + _TYPE] = _MEMORY_DEVICE
+        self._plane[self._host + _TYPE] = _MEMORY_HOST
+        # Made once: to ask an array for its address costs more than to copy its descriptors.
+        self._plane_at = self._plane.ctypes.data
+        self._batch = np.zeros((4, DESCRIPTORS_MAX), dtype=np.int64)
+        """Arguments of one batch: targets, sources, sizes, and the number of one that failed."""
+        self._batch_at = [row.ctypes.data for row in self._batch]
         self._record = driver.entry("cuEventRecord")
         self._query = driver.entry("cuEventQuery")
         self._submitting = threading.Lock()
@@ -121,39 +131,32 @@ class CopyStream:
         Returns its number for `wait`. Waits while too much is in flight.
         Raises `CudaFailed`. Parts queued before still run: `drain` before reusing their memory.
         """
-        parts = cut(copy, self._batch_bytes_max)
-        count_max = DESCRIPTORS_MAX if parts.flat else PLANES_MAX
+        count_max = DESCRIPTORS_MAX if copy.flat else PLANES_MAX
         self._bind()
-        ends = np.cumsum(parts.rows.astype(np.int64)) * parts.width_bytes
-        number, first, done_bytes = 0, 0, 0
+        number = 0
         with self._submitting:
-            while first < len(ends):
-                fitting = np.searchsorted(ends, done_bytes + self._batch_bytes_max, side="right")
-                last = max(first + 1, min(int(fitting), first + count_max))
-                size_bytes = int(ends[last - 1]) - done_bytes
+            for part, size_bytes in batches(copy, self._batch_bytes_max, count_max):
                 number = self._when(
                     functools.partial(self._has_room, size_bytes),
-                    functools.partial(self._submit_batch, parts, first, last, size_bytes),
+                    functools.partial(self._submit_batch, part, size_bytes),
                 )
-                first, done_bytes = last, done_bytes + size_bytes
         return number
 
     def _has_room(self, size_bytes: int) -> bool:
         # A batch over the limit (a single descriptor never is) is submitted alone.
         return not self._flying or self._flying_bytes + size_bytes <= self._inflight_bytes_max
 
-    def _submit_batch(self, parts: Descriptors, first: int, last: int, size_bytes: int) -> int:
+    def _submit_batch(self, batch: Descriptors, size_bytes: int) -> int:
         event = (
             self._events.pop()
             if self._events
             else self._driver.call("cuEventCreate", _EVENT_DISABLE_TIMING)
         )
         try:
-            if parts.flat:
-                self._copy_ranges(parts, first, last)
+            if batch.flat:
+                self._copy_ranges(batch)
             else:
-                for index in range(first, last):
-                    self._copy_rows(parts, index)
+                self._copy_planes(batch)
         finally:
             # Also after a failure: a part of the batch may have been queued.
             code = self._record(int(event), self._handle)
@@ -166,38 +169,43 @@ class CopyStream:
             raise self.lost
         return self._submitted
 
-    def _copy_ranges(self, parts: Descriptors, first: int, last: int) -> None:
-        targets, sources = parts.device[first:last], parts.host[first:last]
+    def _copy_ranges(self, ranges: Descriptors) -> None:
+        """One call, or a few. Called under the lock, which protects the arguments."""
+        targets, sources, sizes = ranges.device, ranges.host, ranges.rows
         if not self._to_device:
             targets, sources = sources, targets
-        sizes, count = parts.rows[first:last], last - first
+        count = len(sizes)
         if not self.batches or count <= PLAIN_DESCRIPTORS_MAX:
             for target, source, size in zip(
                 targets.tolist(), sources.tolist(), sizes.tolist(), strict=True
             ):
                 check("cuMemcpyAsync", self._copy_one(target, source, size, self._handle))
             return
-        failed = np.zeros(1, dtype=np.uint64)
+        for row, values in zip(self._batch, (targets, sources, sizes), strict=False):
+            row[:count] = values
+        targets_at, sources_at, sizes_at, failed_at = self._batch_at
         code = self._driver.entry("cuMemcpyBatchAsync")(
-            targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data, count,
-            _ATTRIBUTES.ctypes.data, _FIRSTS.ctypes.data, 1, failed.ctypes.data, self._handle,
+            targets_at, sources_at, sizes_at, count, _ATTRIBUTES_AT, _FIRSTS_AT, 1, failed_at,
+            self._handle,
         )  # fmt: skip
         check("cuMemcpyBatchAsync", code)
 
-    def _copy_rows(self, planes: Descriptors, index: int) -> None:
-        """One 2D copy. Called under the lock, which protects the structure."""
-        plane = self._plane
-        device, host = (_TO, _FROM) if self._to_device else (_FROM, _TO)
-        plane[:] = 0
-        plane[device + _TYPE], plane[host + _TYPE] = _MEMORY_DEVICE, _MEMORY_HOST
-        plane[device + _DEVICE], plane[host + _HOST] = planes.device[index], planes.host[index]
+    def _copy_planes(self, planes: Descriptors) -> None:
+        """A call for each. Called under the lock, which protects the structure."""
+        plane, device, host = self._plane, self._device, self._host
         plane[device + _PITCH], plane[host + _PITCH] = planes.pitch_bytes, planes.width_bytes
-        plane[_WIDTH], plane[_HEIGHT] = planes.width_bytes, planes.rows[index]
+        plane[_WIDTH] = planes.width_bytes
         copy_plane = self._driver.entry("cuMemcpy2DAsync")
-        check("cuMemcpy2DAsync", copy_plane(plane.ctypes.data, self._handle))
+        for there, here, rows in zip(
+            planes.device.tolist(), planes.host.tolist(), planes.rows.tolist(), strict=True
+        ):
+            plane[device + _DEVICE], plane[host + _HOST], plane[_HEIGHT] = there, here, rows
+            check("cuMemcpy2DAsync", copy_plane(self._plane_at, self._handle))
 
     def wait(self, number: int, *, seconds_max: float | None = None) -> None:
         """Return once copy `number` is complete. Raises `DeviceLost`, also after `seconds_max`."""
+        if self.lost is None and self._through >= number:
+            return
         self._bind()
         self._when(lambda: self._through >= number, lambda: number, seconds_max=seconds_max)
 
@@ -228,7 +236,8 @@ class CopyStream:
         with self._lock:
             try:
                 while True:
-                    self._poll()
+                    if not true():
+                        self._poll()
                     if self.lost is not None:
                         raise self.lost
                     if true():
@@ -239,8 +248,7 @@ class CopyStream:
                         self._follow(true)
                     else:
                         self._polling = True
-                        with self._unlocked():
-                            time.sleep(pause)
+                        self._unlocked(time.sleep, pause)
                         self._polling = False
                         pause = min(pause * 1.5, POLL_SECONDS_MAX)
             finally:
@@ -250,8 +258,7 @@ class CopyStream:
         """Sleep until `true` may hold, or nobody polls any more."""
         waiter = _Waiter(true)
         self._waiting.append(waiter)
-        with self._unlocked():
-            waiter.sleep()
+        self._unlocked(waiter.sleep)
 
     def _wake(self, *, next_poller: bool) -> None:
         """Wake those whose condition holds; if `next_poller`, at least one of them."""
@@ -262,11 +269,10 @@ class CopyStream:
             self._waiting.remove(one)
             one.wake()
 
-    @contextlib.contextmanager
-    def _unlocked(self) -> Generator[None]:
+    def _unlocked(self, sleep: Callable[..., object], *seconds: float) -> None:
         self._lock.release()
         try:
-            yield
+            sleep(*seconds)
         finally:
             self._lock.acquire()
 

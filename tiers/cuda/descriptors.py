@@ -8,6 +8,7 @@ Invariant: the descriptors of a copy are disjoint and together are exactly its p
 be copied in any order.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -16,7 +17,8 @@ import numpy.typing as npt
 
 from tiers.kv.copy import Runs
 
-Addresses = npt.NDArray[np.uint64]
+Addresses = npt.NDArray[np.int64]
+"""Signed, as block ids and numpy's indices are: every address is below 2**63."""
 
 PLANE_ROWS_MIN: Final = 8
 """With fewer rows a 2D copy does not save enough calls."""
@@ -42,38 +44,34 @@ class Descriptors:
 
     def pieces(self) -> "Descriptors":
         """The same copy as ranges, run by run."""
-        index, number = _numbered(self.rows.astype(np.int64))
+        index, number = _numbered(self.rows)
         return Descriptors(
-            self.device[index] + number * np.uint64(self.pitch_bytes),
-            self.host[index] + number * np.uint64(self.width_bytes),
-            np.full(len(index), self.width_bytes, dtype=np.uint64),
+            self.device[index] + number * self.pitch_bytes,
+            self.host[index] + number * self.width_bytes,
+            np.full(len(index), self.width_bytes),
         )
 
 
-def _numbered(counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], Addresses]:
+def _numbered(counts: Addresses) -> tuple[Addresses, Addresses]:
     """For entries that become `counts` parts each: the entry of each part, its number there."""
     index = np.repeat(np.arange(len(counts)), counts)
-    number = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return index, number.astype(np.uint64)
+    return index, np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def describe(
     runs: Runs, block_ids: npt.NDArray[np.int64], device_base: int, host_base: int
 ) -> Descriptors:
     """The ranges of a copy between `block_ids` at `device_base` and a payload at `host_base`."""
-    starts = (
-        block_ids[:, np.newaxis] * runs.block_step_bytes + (runs.base_bytes + runs.starts_bytes)
-    ).ravel()
+    base = device_base + runs.base_bytes
+    starts = (block_ids[:, np.newaxis] * runs.block_step_bytes + (base + runs.starts_bytes)).ravel()
     # Runs are in the payload's order, so runs adjacent in memory are adjacent in both.
-    first = np.concatenate(
-        ([0], np.flatnonzero(starts[1:] != starts[:-1] + runs.size_bytes) + 1)
-    ).astype(np.int64)
-    counts = np.diff(np.append(first, len(starts)))
-    return Descriptors(
-        device=(device_base + starts[first]).astype(np.uint64),
-        host=(host_base + first * runs.size_bytes).astype(np.uint64),
-        rows=(counts * runs.size_bytes).astype(np.uint64),
-    )
+    begins = np.empty(len(starts) + 1, dtype=np.bool_)
+    begins[0] = begins[-1] = True
+    np.not_equal(starts[1:], starts[:-1] + runs.size_bytes, out=begins[1:-1])
+    # The last edge is the end of the last range.
+    edges = begins.nonzero()[0]
+    host = host_base + edges * runs.size_bytes
+    return Descriptors(starts[edges[:-1]], host[:-1], rows=host[1:] - host[:-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +108,9 @@ def describe_planes(
     starts = (block_ids[:, np.newaxis] * runs.block_step_bytes + (runs.base_bytes + first)).ravel()
     plane_bytes = shape.rows * runs.size_bytes
     return Descriptors(
-        device=(device_base + starts).astype(np.uint64),
-        host=(host_base + np.arange(len(starts)) * plane_bytes).astype(np.uint64),
-        rows=np.full(len(starts), shape.rows, dtype=np.uint64),
+        device=device_base + starts,
+        host=host_base + np.arange(len(starts)) * plane_bytes,
+        rows=np.full(len(starts), shape.rows),
         width_bytes=runs.size_bytes,
         pitch_bytes=shape.pitch_bytes,
     )
@@ -121,17 +119,40 @@ def describe_planes(
 def cut(found: Descriptors, bytes_max: int) -> Descriptors:
     """The same copy with no range or plane over `bytes_max`, which is at least one row."""
     rows_max = bytes_max // found.width_bytes
-    counts = -(-found.rows.astype(np.int64) // rows_max)
-    if len(counts) == 0 or counts.max() == 1:
+    if (found.rows <= rows_max).all():
         return found
-    index, number = _numbered(counts)
-    first = number * np.uint64(rows_max)
+    index, number = _numbered(-(-found.rows // rows_max))
+    first = number * rows_max
     return replace(
         found,
-        device=found.device[index] + first * np.uint64(found.pitch_bytes),
-        host=found.host[index] + first * np.uint64(found.width_bytes),
-        rows=np.minimum(found.rows[index] - first, np.uint64(rows_max)),
+        device=found.device[index] + first * found.pitch_bytes,
+        host=found.host[index] + first * found.width_bytes,
+        rows=np.minimum(found.rows[index] - first, rows_max),
     )
+
+
+def batches(
+    found: Descriptors, bytes_max: int, count_max: int
+) -> Iterator[tuple[Descriptors, int]]:
+    """The same copy in parts, each with its bytes: up to `bytes_max`, and `count_max` descriptors.
+
+    `bytes_max` is at least one row. Ranges and planes over it are cut.
+    """
+    size_bytes = int(found.rows.sum()) * found.width_bytes
+    if size_bytes <= bytes_max and len(found.rows) <= count_max:
+        yield found, size_bytes
+        return
+    found = cut(found, bytes_max)
+    ends = np.cumsum(found.rows) * found.width_bytes
+    first, done_bytes = 0, 0
+    while first < len(ends):
+        fitting = int(np.searchsorted(ends, done_bytes + bytes_max, side="right"))
+        last = min(fitting, first + count_max)
+        part = slice(first, last)
+        device, host, rows = found.device[part], found.host[part], found.rows[part]
+        end_bytes = int(ends[last - 1])
+        yield replace(found, device=device, host=host, rows=rows), end_bytes - done_bytes
+        first, done_bytes = last, end_bytes
 
 
 def split_at_grid(found: Descriptors, origin: int, grid_bytes: int) -> Descriptors:
@@ -139,10 +160,8 @@ def split_at_grid(found: Descriptors, origin: int, grid_bytes: int) -> Descripto
 
     None may exceed `grid_bytes`, so it crosses at most one border.
     """
-    room = np.uint64(grid_bytes) - (found.host - np.uint64(origin)) % np.uint64(grid_bytes)
+    room = grid_bytes - (found.host - origin) % grid_bytes
     crossing = found.rows > room
-    if not crossing.any():
-        return found
     heads = np.minimum(found.rows, room)
     return Descriptors(
         np.concatenate((found.device, found.device[crossing] + heads[crossing])),

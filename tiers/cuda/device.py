@@ -6,15 +6,16 @@ Does not own when memory is unmapped.
 
 Devices are named by UUID: their numbers differ between processes (CUDA_VISIBLE_DEVICES).
 
-Invariants: a context is made current in each calling thread; imported memory is at least as large
-as its layout, or refused; it is unmapped only when no copy of it can run. All of the pool is
-registered, or none of it; registrations are PORTABLE, so they are valid for every device of this
-process; they end before the pool is unmapped.
+Invariants: a context is made current in each calling thread, by `Device.bind` alone; imported
+memory is at least as large as its layout, or refused; it is unmapped only when no copy of it can
+run. All of the pool is registered, or none of it; registrations are PORTABLE, so they are valid for
+every device of this process; they end before the pool is unmapped.
 """
 
 import contextlib
 import ctypes
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -32,6 +33,8 @@ CHUNK_BYTES: Final = 1 << 30
 _LAZY_PEER_ACCESS: Final = 1
 _PORTABLE: Final = 1
 
+_current = threading.local()
+"""`context` is the one that `Device.bind` made current in this thread, the last time."""
 _logger = logging.getLogger("kvlake.gpu")
 
 
@@ -85,7 +88,10 @@ class Device:
 
     def bind(self) -> None:
         """Make this device's context current in the calling thread."""
-        check("cuCtxSetCurrent", self._set_current(self._context_handle))
+        # By identity: a context that was released and retained again may have the same handle.
+        if getattr(_current, "context", None) is not self._context:
+            check("cuCtxSetCurrent", self._set_current(self._context_handle))
+            _current.context = self._context
 
     @property
     def lost(self) -> CudaFailed | None:
@@ -208,7 +214,9 @@ class DeviceMemory:
         number = 0
         try:
             if len(block_ids):
-                number = self._submit(stream, block_ids, payload.ctypes.data, payload.size)
+                # `payload.ctypes` would make several objects in Python.
+                host = ctypes.addressof(ctypes.c_char.from_buffer(payload.data))
+                number = self._submit(stream, block_ids, host, payload.size)
         except CudaFailed:
             # Parts queued before the failure may still run.
             stream.drain()
@@ -225,7 +233,9 @@ class DeviceMemory:
             planes = describe_planes(runs, shape, block_ids, self._address, host)
             return stream.submit(planes)
         found = describe(runs, block_ids, self._address, host)
-        return stream.submit(split_at_grid(cut(found, grid_bytes), origin, grid_bytes))
+        if not inside:
+            found = split_at_grid(cut(found, grid_bytes), origin, grid_bytes)
+        return stream.submit(found)
 
     def close(self) -> None:
         """Unmap it. No copy of it may be running."""
