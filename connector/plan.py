@@ -14,6 +14,13 @@ from sidecar.protocol import LoadJob, StoreJob
 OVERHEAD_BYTES_MAX: Final = 128
 """Size of an encoded job, or chunk of a job, without its tokens and block ids."""
 BLOCK_ID_BYTES_MAX: Final = 5
+IDLE_WAIT_MS: Final = 2
+"""How long a step that computes nothing waits for the sidecar. An answer ends the wait.
+
+vLLM itself sleeps for 1 ms between two such steps.
+"""
+JOBS_WAIT_MS: Final = 1
+"""The same for a scheduler while jobs are open: it gets no answers to them."""
 
 T = TypeVar("T")
 
@@ -74,7 +81,7 @@ class StepPlan:
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
     idle: bool = False
-    """The step computes nothing."""
+    """The step computes nothing, and the scheduler did not wait in it."""
     waiting: bool = False
     """A job of any rank, or a lookup, is still open at the sidecar."""
     retired: bool = False

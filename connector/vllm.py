@@ -304,6 +304,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             reads=self._reads,
             writes=vllm_config.kv_transfer_config.is_kv_producer,
             world_size=engine.world_size,
+            separate_worker=vllm_config.parallel_config.distributed_executor_backend != "uni",
             num_blocks=engine.num_blocks,
             speculation=engine.speculation,
             load_tokens_min=engine.load_tokens_min,
@@ -364,6 +365,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             scheduler_output.preempted_req_ids or (),
         )
         plan.idle = scheduler_output.total_num_scheduled_tokens == 0
+        self._scheduler.wait_idle(plan)
         return KVLakeMetadata(plan)
 
     def update_connector_output(self, connector_output: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Final
 
 from connector.client import Attempt, Client, SidecarSession
 from connector.export import EXPORT_FAULTS, ExportedMemory, fault_reason
-from connector.plan import Load, StepPlan, StepReport, Store, batches
+from connector.plan import IDLE_WAIT_MS, Load, StepPlan, StepReport, Store, batches
 from sidecar.protocol import (
     FRAME_BYTES_MAX,
     JOBS_PER_MESSAGE_MAX,
@@ -33,8 +33,6 @@ from tiers.kv.fence import WorkerFence
 logger = logging.getLogger("vllm.kvlake")
 
 JOBS_BYTES_MAX: Final = FRAME_BYTES_MAX - 64 * 1024
-IDLE_WAIT_MS: Final = 2
-"""vLLM itself sleeps for 1 ms between two steps with nothing to do. An answer ends the wait."""
 RELEASE_SECONDS_MAX: Final = 10.0
 """How long to wait before sleep until the sidecar unmapped, which takes milliseconds."""
 

@@ -28,7 +28,7 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
-from connector.worker import IDLE_WAIT_MS
+from connector.plan import IDLE_WAIT_MS
 
 if TYPE_CHECKING:
     import torch

@@ -37,6 +37,8 @@ class Settings:
     writes: bool
     world_size: int
     """Ranks that report each store."""
+    separate_worker: bool = False
+    """Whether workers have processes of their own."""
     num_blocks: int = 0
     """Blocks in the engine's pool; used with drafts only."""
     speculation: Speculation = NO_DRAFTS

@@ -24,7 +24,7 @@ from typing import Any
 from connector.client import Client, SidecarSession
 from connector.events import TierEvent, TierEvents
 from connector.identity.groups import CachedGroup, State, aligned
-from connector.plan import Load, StepPlan, StepReport
+from connector.plan import IDLE_WAIT_MS, JOBS_WAIT_MS, Load, StepPlan, StepReport
 from connector.request_params import EXPECT, PARAMS
 from connector.scheduler.lookup import HitFinder, keys_and_groups, pieces_of
 from connector.scheduler.outcomes import PromptTokens
@@ -77,6 +77,8 @@ class SchedulerRole:
         )
         self.uncomputed_blocks = UncomputedBlocks(block_pool, len(groups))
         self.plan = StepPlan()
+        self._idle = False
+        """The last step computed nothing."""
         self.loading: set[str] = set()
         self._tiers = TierEvents()
         self._published_generation = self.prefix_cache.generation
@@ -350,6 +352,26 @@ class SchedulerRole:
         plan.weight_changes = self._weight_changes
         plan.waiting = bool(self.pending.pending or self.loading or self.stores.jobs)
         return plan
+
+    def wait_idle(self, plan: StepPlan) -> None:
+        """Wait a moment in a step without work, in the place of the worker.
+
+        vLLM repeats such a step at once. While its worker waits, its scheduler spins on a core that
+        the sidecar may need; while its scheduler waits, the worker spins on the core where it would
+        compute. With several ranks the workers wait, or all of them would spin.
+
+        Not in the first such step: with asynchronous scheduling, vLLM has not taken the output of
+        the step before it yet. Nor in one that brings the worker jobs.
+        """
+        again, self._idle = self._idle and plan.idle, plan.idle
+        if not (again and plan.waiting) or plan.loads or plan.stores:
+            return
+        jobs = bool(self.loading or self.stores.jobs)
+        # In one process nobody spins, and the worker alone gets the answers to jobs.
+        if self._settings.world_size > 1 or (jobs and not self._settings.separate_worker):
+            return
+        self.client.wait(JOBS_WAIT_MS if jobs else IDLE_WAIT_MS)
+        plan.idle = False
 
     def request_finished(
         self, request: Any, block_ids: Sequence[Sequence[int]], *, failed: bool = False

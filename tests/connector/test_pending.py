@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
+from connector.plan import IDLE_WAIT_MS, JOBS_WAIT_MS
 from connector.scheduler.pending import SESSIONS_ASKED_MAX
 from sidecar.protocol import (
     Lease,
@@ -62,6 +64,69 @@ class TestStoreOnly:
         assert total(taken, "tokens_loaded_host") == 0
         assert len(engine.client.sent_of(Lookup)) == 1
         engine.check_idle()
+
+    def test_the_scheduler_waits_in_steps_without_work(self, engine: Engine) -> None:
+        self.demoted(engine)
+        (rank,) = engine.ranks
+
+        def waited() -> tuple[int, int]:
+            both = engine.client.waited_ms, rank.client.waited_ms
+            engine.client.waited_ms = rank.client.waited_ms = 0
+            return both
+
+        waited()
+        short = engine.add(request_of("b", PROMPT[: BLOCK_TOKENS - 1], max_tokens=1))
+        request = engine.add(request_of("a", PROMPT, max_tokens=1))
+        assert engine.step().num_scheduled_tokens
+        assert short.is_finished()
+        assert waited() == (0, 0)
+        # With asynchronous scheduling, vLLM may not have the output of the step before yet.
+        engine.step()
+        assert waited() == (0, IDLE_WAIT_MS)
+        for _ in range(2):
+            engine.step()
+            assert waited() == (IDLE_WAIT_MS, 0)
+        for lookup in list(engine.sidecar.lookups):
+            engine.sidecar.answer(lookup)
+        # The step that submits the load does not begin with a wait.
+        engine.step()
+        assert waited() == (0, IDLE_WAIT_MS)
+        engine.step()
+        assert waited() == (JOBS_WAIT_MS, 0)
+        engine.finish(request)
+        engine.settle()
+
+    def test_in_one_process_the_worker_waits_for_its_jobs(self, engine: Engine) -> None:
+        role = engine.role
+        role._settings = replace(role._settings, separate_worker=False)  # noqa: SLF001 (vLLM's "uni")
+        self.demoted(engine)
+        (rank,) = engine.ranks
+        request = engine.add(request_of("a", PROMPT, max_tokens=1))
+        engine.step()
+        engine.step()
+        for lookup in list(engine.sidecar.lookups):
+            engine.sidecar.answer(lookup)
+        engine.step()
+        for_lookups, before = engine.client.waited_ms, rank.client.waited_ms
+        assert for_lookups
+        engine.step()
+        assert engine.client.waited_ms == for_lookups
+        assert rank.client.waited_ms == before + IDLE_WAIT_MS
+        engine.finish(request)
+        engine.settle()
+
+    def test_of_several_ranks_the_workers_wait(self, make: Callable[..., Engine]) -> None:
+        engine = make(ranks=2)
+        self.demoted(engine)
+        request = engine.add(request_of("a", PROMPT, max_tokens=1))
+        before = [rank.client.waited_ms for rank in engine.ranks]
+        for _ in range(3):
+            engine.step()
+        assert engine.client.waited_ms == 0
+        waited = [rank.client.waited_ms for rank in engine.ranks]
+        assert waited == [ms + 3 * IDLE_WAIT_MS for ms in before]
+        engine.finish(request)
+        engine.settle()
 
     def test_chunks_that_host_memory_has_are_asked_for_too(self, engine: Engine) -> None:
         chain = self.demoted(engine, first=2)

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from connector.export import ExportedMemory
-from connector.plan import Load, StepPlan, Store
-from connector.worker import IDLE_WAIT_MS, WorkerRole
+from connector.plan import IDLE_WAIT_MS, Load, StepPlan, Store
+from connector.worker import WorkerRole
 from sidecar.protocol import (
     KIND_MEMFD,
     Done,
