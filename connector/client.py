@@ -228,6 +228,10 @@ class Client:
             return []
         messages: list[ServerMessage] = []
         for _ in range(MESSAGES_PER_POLL_MAX):
+            # Unlike `recv`, this keeps the GIL. An engine has threads that compute, and to get it
+            # back takes a millisecond, in each of its steps.
+            if not int(self._dealer.get(zmq.EVENTS)) & zmq.POLLIN:
+                break
             try:
                 frame = self._dealer.recv(zmq.NOBLOCK)
             except zmq.ZMQError:

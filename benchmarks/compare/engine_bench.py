@@ -31,6 +31,8 @@ from tests.harness.engine import EngineProcess, EngineSpec
 from tests.harness.sidecars import SidecarProcess
 
 DECODES: Final = 4
+DECODE_REPEATS: Final = 15
+"""Requests of each kind in a round: each waits for a part of the step that runs."""
 CLIENTS: Final = 8
 CLIENT_TOKENS: Final = 2048
 THROUGHPUT_MIN: Final = 0.97
@@ -67,8 +69,8 @@ class Bench:
             (self._folder / "store").mkdir()
             url = f"file://{self._folder / 'store'}"
             config["store"] = {"url": url, "refresh_seconds": "200ms"}
-        (self._folder / name).mkdir()
-        return SidecarProcess(self._folder / name / "side", config)
+        # The folder's name is part of the sidecar's, and each needs its own.
+        return SidecarProcess(self._folder / name, config)
 
     def arm(self, stack: ExitStack, name: str, sidecar: SidecarProcess | None) -> Arm:
         """Start one engine, warm it up and stop it until its turn."""
@@ -188,7 +190,9 @@ class Bench:
                         arm.engine.begin(self.prompt(64), max_tokens=4000) for _ in range(DECODES)
                     ]
                     time.sleep(0.5)
-                    for case, prompt in (("held", held), ("miss", self.prompt(512))):
+                    cases = [("held", held), ("miss", None)] * DECODE_REPEATS
+                    for case, known in cases:
+                        prompt = known or self.prompt(512)
                         before = arm.counter.steps
                         generation = arm.engine.generate(prompt, max_tokens=1)
                         took = arm.counter.steps - before

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import zmq
 
 from connector.client import SEND_QUEUE_MESSAGES_MAX, Client
 from sidecar.protocol import FRAME_BYTES_MAX, Done, Error, Release, ServerMessage
@@ -39,6 +41,32 @@ class TestJobs:
         assert decode_client(frame) == Release(7, [1], [2])
         sidecar.router.send_multipart([token, encode(Done(7, []))])
         assert drain(client, 1) == [Done(7, [])]
+
+    def test_a_poll_without_a_message_keeps_the_gil(
+        self,
+        sidecar: Sidecar,
+        make_client: Callable[..., Client],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """`recv` gives it up, and an engine with busy threads waits a millisecond for it."""
+        client = make_client()
+        sidecar.admit()
+        session = live(client)
+        client.send(session, Release(7, [1], []))
+        token, _ = sidecar.router.recv_multipart()
+        calls = list[Any]()
+        recv = zmq.Socket.recv
+
+        def noted(self: zmq.Socket[bytes], *given: Any, **options: Any) -> Any:
+            calls.append(self)
+            return recv(self, *given, **options)
+
+        monkeypatch.setattr(zmq.Socket, "recv", noted)
+        assert client.poll() == []
+        assert not calls
+        sidecar.router.send_multipart([token, encode(Done(7, []))])
+        assert drain(client, 1) == [Done(7, [])]
+        assert len(calls) == 1
 
     @pytest.mark.promise("epoch-engine")
     def test_other_lives_and_garbage_are_dropped(
