@@ -17,7 +17,7 @@ import yaml
 from benchmarks.compare.peers.__main__ import arguments, command
 from benchmarks.compare.peers.arms import TIER_BYTES, Arm, ArmFactory
 from benchmarks.compare.peers.client import Answer, take
-from benchmarks.compare.peers.docs import BEGIN, END, fill
+from benchmarks.compare.peers.docs import BEGIN, END, fill, section
 from benchmarks.compare.peers.metrics import Counts, counts_from, parse, total
 from benchmarks.compare.peers.one_by_one import DOCUMENT_TOKENS, QUESTION_TOKENS
 from benchmarks.compare.peers.plot import PICTURES, svg
@@ -27,7 +27,15 @@ from benchmarks.compare.peers.processes import (
     shared_memory_of,
     stat_fields,
 )
-from benchmarks.compare.peers.report import behind, behind_text, text_of
+from benchmarks.compare.peers.report import (
+    COMPUTING,
+    STEP,
+    behind,
+    behind_text,
+    distance_cells,
+    distances,
+    text_of,
+)
 from benchmarks.compare.peers.rows import Row, differing, percentile, row_of
 from benchmarks.compare.peers.scenarios import ABOUT, QUICK, SCENARIOS
 from benchmarks.compare.peers.tools import ToolFailed, bench_load, guidellm_load, start_tool
@@ -80,6 +88,27 @@ def test_the_tables_say_first_where_kvlake_is_behind_and_the_furthest_comes_firs
     assert text.startswith("kvlake is behind in:\n  documents, kvlake: throughput 20 tokens/s")
     assert text.index("behind") < text.index("second-node")
     assert "vllm: no" in text
+
+
+def test_the_engine_itself_is_a_limit_and_no_cache_to_be_behind() -> None:
+    found = report(
+        Row("no-hits", "limit", requests=4, ttft_p50=400.0, rate=20.0, own=0),
+        Row("no-hits", "kvlake", requests=4, ttft_p50=404.5, rate=19.0),
+        Row("documents", "limit", requests=4, ttft_p50=30.0, rate=60.0, own=4096),
+        Row("documents", "kvlake", requests=4, ttft_p50=42.0, rate=60.0),
+        Row("second-node", "limit", note="no"),
+        Row("second-node", "kvlake", requests=2, ttft_p50=50.0, rate=1.0),
+    )
+    assert not list(behind(found))
+    assert [distance_cells(one) for one in distances(found)] == [
+        ["no-hits", COMPUTING, "kvlake", "400.0", "+4.5", "20.0", "0.95"],
+        ["documents", STEP, "kvlake", "30.0", "+12.0", "60.0", "1.00"],
+    ]
+    lines = section(found, {}).splitlines()
+    first = lines.index("| no-hits | " + COMPUTING + " | kvlake | 400.0 | +4.5 | 20.0 | 0.95 |")
+    assert set(lines[first - 1]) == {"|", "-"}
+    assert lines[first - 2].startswith("| ")
+    assert "documents" in text_of(found).split("beside what the engine itself takes:")[1]
 
 
 def test_a_failed_request_more_than_others_have_is_behind() -> None:

@@ -1,7 +1,8 @@
-"""The five arms: which server each one starts, with which cache, and how large everything is.
+"""The arms: which server each one starts, with which cache, and how large everything is.
 
-Owns command lines and configurations. Invariants: all arms have the same model, engine cache, host
-memory and tokens per chunk; one arm never uses a process, a socket or a file of another.
+Owns command lines and configurations. Invariants: all arms have the same model, engine cache (but
+for `limit`), host memory and tokens per chunk; one arm never uses a process, a socket or a file of
+another.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ HOST_BYTES: Final = 1 << 30
 TIER_BYTES: Final = 256 << 20
 """What vLLM's host tier takes of it in the arm that has kvlake below that tier."""
 PROMPT_TOKENS_MAX: Final = 8192
+LIMIT: Final = "limit"
+"""The arm that shows what the engine itself takes: it finds everything in its own cache."""
+LIMIT_TOKENS: Final = ENGINE_TOKENS + HOST_BYTES // TOKEN_BYTES
 IN_THE_ENGINE: Final = "in the engine"
 LMCACHE_PYTHON: Final = ".venv-lmcache/bin/python"
 ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -119,12 +123,13 @@ class Arm:
 class ArmFactory:
     """Makes arms. Their files go to `folder`, one folder for each node of each arm."""
 
-    NAMES: Final = ["vllm", "offloading", "lmcache", "kvlake", "kvlake-offloading"]
+    NAMES: Final = [LIMIT, "vllm", "offloading", "lmcache", "kvlake", "kvlake-offloading"]
 
     def __init__(self, folder: Path, model: Path) -> None:
         self._folder = folder
         self._model = model
         self._makers: dict[str, Callable[[Path, Path | None], Arm]] = {
+            LIMIT: self._limit,
             "vllm": self._plain,
             "offloading": self._offloading,
             "lmcache": self._lmcache,
@@ -146,6 +151,7 @@ class ArmFactory:
         transfer: dict[str, Any] | None,
         python: str = sys.executable,
         environment: dict[str, str] | None = None,
+        tokens: int = ENGINE_TOKENS,
     ) -> tuple[ServerGroup, str]:
         (port,) = free_ports(1)
         command = [
@@ -153,7 +159,7 @@ class ArmFactory:
             *("--served-model-name", MODEL_NAME, "--host", HOST, "--port", str(port)),
             *("--dtype", "bfloat16", "--block-size", str(BLOCK_TOKENS), "--enforce-eager"),
             *("--max-model-len", str(PROMPT_TOKENS_MAX)),
-            *("--num-gpu-blocks-override", str(ENGINE_TOKENS // BLOCK_TOKENS)),
+            *("--num-gpu-blocks-override", str(tokens // BLOCK_TOKENS)),
             *("--generation-config", "vllm", "--uvicorn-log-level", "warning"),
             "--enable-prompt-tokens-details",
         ]
@@ -166,7 +172,8 @@ class ArmFactory:
             }
             command += ["--kv-transfer-config", json.dumps(transfer)]
         variables = {
-            "VLLM_CPU_KVCACHE_SPACE": "1",
+            # In GiB. More blocks than fit are no error, and fail later.
+            "VLLM_CPU_KVCACHE_SPACE": str(-(-tokens * TOKEN_BYTES >> 30)),
             # vLLM reserves a core for any connector, so it is named for all.
             "VLLM_CPU_OMP_THREADS_BIND": str(ENGINE_CORE),
             "VLLM_NO_USAGE_STATS": "1",
@@ -177,6 +184,10 @@ class ArmFactory:
         }
         url = f"http://{HOST}:{port}"
         return ServerGroup(command, folder / "engine.log", f"{url}/health", variables), url
+
+    def _limit(self, folder: Path, _store: Path | None) -> Arm:
+        engine, url = self._engine(folder, None, tokens=LIMIT_TOKENS)
+        return Arm(LIMIT, "vLLM alone, with all caches' memory as its own", "none", engine, url)
 
     def _plain(self, folder: Path, _store: Path | None) -> Arm:
         engine, url = self._engine(folder, None)
@@ -215,7 +226,7 @@ class ArmFactory:
             command += ["--l2-adapter", json.dumps(adapter)]
         variables = {**ONE_THREAD, "LMCACHE_TRACK_USAGE": "false"}
         health = f"http://{HOST}:{http_port}/healthcheck"
-        server = ServerGroup(command, folder / "cache.log", health, variables, core=OTHER_CORE)
+        server = ServerGroup(command, folder / "cache.log", health, variables)
         extra = {
             "lmcache.mp.host": f"tcp://{HOST}",
             "lmcache.mp.port": port,
@@ -245,13 +256,8 @@ class ArmFactory:
         path.write_text(yaml.safe_dump(config))
         command = [sys.executable, "-m", "sidecar.cli", "serve", "--config", str(path)]
         url = f"http://{HOST}:{port}"
-        server = ServerGroup(
-            command,
-            folder / "cache.log",
-            f"{url}/status",
-            {**ONE_THREAD, **own_code()},
-            core=OTHER_CORE,
-        )
+        variables = {**ONE_THREAD, **own_code()}
+        server = ServerGroup(command, folder / "cache.log", f"{url}/status", variables)
         pools = [POOLS / f"kvlake-{os.getuid()}-{name}.{end}" for end in ("pool", "pool.lock")]
         socket = str(folder / "run" / name / "attach.sock")
         return Cache(server, f"{url}/metrics", pools), socket

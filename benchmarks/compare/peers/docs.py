@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Final
 
 from benchmarks.compare.peers.report import (
     COLUMNS,
+    DISTANCE_HEADINGS,
     behind,
     behind_text,
     cells_of,
+    distance_cells,
+    distances,
     rows_of,
     scenarios_of,
 )
@@ -54,6 +57,15 @@ def section(report: Report, pictures: dict[str, str]) -> str:
         lines.append("")
     else:
         lines += ["No figure of another arm is better.", ""]
+    if far := [distance_cells(one) for one in distances(report)]:
+        lines += ["### How far kvlake is from the engine itself", ""]
+        lines += paragraph(
+            "The arm `limit` finds everything in its engine's own cache: what it takes is the "
+            "engine's own, and no cache beside an engine can save it. Times in milliseconds."
+        )
+        lines += ["| " + " | ".join(row) + " |" for row in (DISTANCE_HEADINGS, *far)]
+        lines.insert(len(lines) - len(far), "|---" * len(DISTANCE_HEADINGS) + "|")
+        lines.append("")
     lines += ["### How it was measured", "", *paragraph(about(report))]
     for name, path in pictures.items():
         lines += [f"![{name}]({path})", ""]

@@ -6,6 +6,7 @@ import shutil
 import time
 from typing import TYPE_CHECKING, Final
 
+from benchmarks.compare.peers.arms import LIMIT
 from benchmarks.compare.peers.client import complete, get, reset_prefix_cache
 from benchmarks.compare.peers.metrics import counts_of, parse, total
 from benchmarks.compare.peers.one_by_one import ANSWER_TOKENS, ask_in_turn
@@ -53,15 +54,16 @@ NO_PROCESS: Final = "has no cache process"
 
 
 def restart_engine(comparison: Comparison) -> list[Row]:
-    """All engines are restarted; then they get prompts that they had before."""
+    """Engines are restarted, but for the limit's; then they get prompts that they had before."""
     prompts = [comparison.tokens(PROMPT_TOKENS) for _ in range(comparison.size(8, 4))]
     ask_in_turn(comparison, prompts)
     with all_running(comparison.active):
-        for arm in comparison.active:
+        restarted_arms = [arm for arm in comparison.active if arm.name != LIMIT]
+        for arm in restarted_arms:
             arm.engine.end()
-        for arm in comparison.active:
+        for arm in restarted_arms:
             arm.engine.start()
-        for arm in comparison.active:
+        for arm in restarted_arms:
             attempt(arm, arm.wait)
     # Whatever runs for the first time, before it counts.
     ask_in_turn(comparison, [comparison.tokens(PROMPT_TOKENS // 2)])
@@ -142,8 +144,22 @@ def second_node(comparison: Comparison) -> list[Row]:
         if arm.trouble or arm.name == "vllm":
             rows.append(Row("second-node", arm.name, note=arm.trouble or "no"))
             continue
+        if arm.name == LIMIT:
+            rows.append(own_hits(arm, prompts))
+            continue
         rows.append(on_second_node(comparison, arm.name, prompts))
     return rows
+
+
+def own_hits(arm: Arm, prompts: list[list[int]]) -> Row:
+    """What a second node would take that finds all of these prompts in its engine's own cache."""
+    with turn(arm):
+        for prompt in prompts:
+            complete(arm.url, prompt, ANSWER_TOKENS)
+        before = counts_of(arm)
+        answers = [complete(arm.url, prompt, ANSWER_TOKENS) for prompt in prompts]
+        row = row_of("second-node", arm.name, answers)
+        return row.count(counts_of(arm).since(before), has_process=False)
 
 
 def on_second_node(comparison: Comparison, name: str, prompts: list[list[int]]) -> Row:

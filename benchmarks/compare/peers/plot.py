@@ -22,6 +22,7 @@ GAP: Final = 12
 TOP: Final = 62
 KEY_STEP: Final = 156
 COLOURS: Final = {
+    "limit": ("#c8c8c8", "#5a5a5a"),
     "vllm": ("#777777", "#a8a8a8"),
     "offloading": ("#cf4a0a", "#ffa657"),
     "lmcache": ("#1b7f3b", "#7ee787"),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ENGINE_CORE: Final = 0
 """The core that computes, of the engine whose turn it is."""
 OTHER_CORE: Final = 1
-"""The core of HTTP servers, caches and load tools."""
+"""The core of HTTP servers and load tools."""
 START_SECONDS_MAX: Final = 300.0
 END_SECONDS_MAX: Final = 20.0
 LOG_CHARACTERS_MAX: Final = 3000
@@ -38,7 +38,7 @@ class ServerFailed(Exception):
 class ServerGroup:
     """A server in a process group of its own, which may be started again after its end.
 
-    `url` answers with status 200 when it serves. With `core`, all of its processes are pinned.
+    `url` answers with status 200 when it serves.
     """
 
     def __init__(
@@ -47,26 +47,21 @@ class ServerGroup:
         log: Path,
         url: str,
         environment: Mapping[str, str] | None = None,
-        *,
-        core: int | None = None,
     ) -> None:
         self._command = list(command)
         self._log = log
         self._url = url
         self._environment = dict(environment or {})
-        self._core = core
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Self:
         """Start it, without waiting until it serves. Raises `ServerFailed`."""
-        command = self._command
-        if not Path(command[0]).exists():
-            raise ServerFailed(f"{command[0]} is missing; make compare sets it up")
-        if self._core is not None:
-            command = ["taskset", "--cpu-list", str(self._core), *command]
+        program = self._command[0]
+        if not Path(program).exists():
+            raise ServerFailed(f"{program} is missing; make compare sets it up")
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                command,
+                self._command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks.compare.peers.arms import IN_THE_ENGINE
+from benchmarks.compare.peers.arms import IN_THE_ENGINE, LIMIT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +33,17 @@ COLUMNS: Final = (
     ("differ, equal hit", "differ_equal_hit"),
 )
 """Heading -> field of a row. Times are in milliseconds."""
+COMPUTING: Final = "the engine computes the prompts"
+STEP: Final = "the engine's step behind a hit in its own cache"
+DISTANCE_HEADINGS: Final = (
+    "",
+    "what bounds it",
+    "arm",
+    "TTFT p50 of the limit",
+    "more",
+    "tokens/s of the limit",
+    "part of it",
+)
 COMPARED: Final = (
     ("TTFT p50", "ttft_p50", "ms", False),
     ("TTFT p99", "ttft_p99", "ms", False),
@@ -58,7 +69,8 @@ def behind(report: Report) -> Iterator[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for scenario in scenarios_of(report):
         rows = rows_of(report, scenario)
-        others = [row for row in rows if row["arm"] not in OWN_ARMS and row["requests"]]
+        known = (*OWN_ARMS, LIMIT)
+        others = [row for row in rows if row["arm"] not in known and row["requests"]]
         for row in rows:
             if row["arm"] not in OWN_ARMS or not row["requests"]:
                 continue
@@ -83,6 +95,39 @@ def behind(report: Report) -> Iterator[dict[str, Any]]:
                         }
                     )
     yield from sorted(found, key=lambda one: -one["ratio"])
+
+
+def distances(report: Report) -> Iterator[dict[str, Any]]:
+    """How far each arm of kvlake is from the engine itself, in each scenario that says it."""
+    for scenario in scenarios_of(report):
+        rows = {row["arm"]: row for row in rows_of(report, scenario) if row["requests"]}
+        limit = rows.get(LIMIT)
+        for name in OWN_ARMS:
+            own = rows.get(name)
+            fields = ("ttft_p50", "rate")
+            if own and limit and None not in (row[one] for row in (own, limit) for one in fields):
+                yield {
+                    "scenario": scenario,
+                    "arm": name,
+                    "bound": COMPUTING if not limit["own"] else STEP,
+                    "limit_ttft": limit["ttft_p50"],
+                    "ttft": own["ttft_p50"],
+                    "limit_rate": limit["rate"],
+                    "rate": own["rate"],
+                }
+
+
+def distance_cells(one: dict[str, Any]) -> list[str]:
+    """A distance to read, a cell for each of `DISTANCE_HEADINGS`."""
+    return [
+        one["scenario"],
+        one["bound"],
+        one["arm"],
+        f"{one['limit_ttft']:,}",
+        f"{one['ttft'] - one['limit_ttft']:+,.1f}",
+        f"{one['limit_rate']:,}",
+        f"{one['rate'] / one['limit_rate']:.2f}" if one["limit_rate"] else "-",
+    ]
 
 
 def ratio(own: float, best: float, *, more: bool) -> float:
@@ -122,6 +167,8 @@ def text_of(report: Report) -> str:
     """Where kvlake is behind, then all tables."""
     lines = ["kvlake is behind in:"]
     lines += [f"  {behind_text(one)}" for one in behind(report)] or ["  nothing"]
+    lines += ["", "beside what the engine itself takes:"]
+    lines += aligned([DISTANCE_HEADINGS, *map(distance_cells, distances(report))])
     for scenario in scenarios_of(report):
         lines += ["", scenario]
         table = [["", *(heading for heading, _ in COLUMNS)]]

@@ -54,7 +54,7 @@ ABOUT: Final = {
     "seconds in a quick run), with blocks of 64 tokens in place of 512.",
     "trace-by-guidellm": "guidellm, mooncake: the same slice, with texts of its own.",
     "restart-engine": "The engine was restarted, and gets prompts of 2,048 tokens that it had "
-    "before. Own client.",
+    "before. That of `limit` was not. Own client.",
     "second-node": "A second engine with an empty cache gets prompts of 2,048 tokens that only a "
     "folder (in memory, so without a disk) has, which a first node wrote. Own client.",
     "restart-cache": "The cache's process ended in order and started again, while its engine ran. "
