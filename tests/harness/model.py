@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def write_mla_model(folder: Path, *, layers: int, hidden: int, heads: int, latent: int) -> Path:
+def write_mla_model(
+    folder: Path, *, layers: int, hidden: int, heads: int, latent: int, head_dim: int = 64
+) -> Path:
     """Save it with random weights and the demo's tokenizer; returns the folder.
 
     It keeps `latent` values per token and layer, and 64 for the positions.
@@ -24,12 +26,12 @@ def write_mla_model(folder: Path, *, layers: int, hidden: int, heads: int, laten
         intermediate_size=2 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=4,
+        num_key_value_heads=heads,
         kv_lora_rank=latent,
         q_lora_rank=None,
         qk_rope_head_dim=64,
-        qk_nope_head_dim=64,
-        v_head_dim=64,
+        qk_nope_head_dim=head_dim,
+        v_head_dim=head_dim,
         first_k_dense_replace=layers,
         n_routed_experts=8,
         n_group=1,

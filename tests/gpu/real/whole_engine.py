@@ -48,6 +48,7 @@ from tests.e2e.arms import (
 )
 from tests.gpu.real.preflight import CANNOT_RUN, CannotRun, look_from_outside
 from tests.harness.engine import EngineProcess, EngineSpec, Generation
+from tests.harness.model import write_mla_model
 from tests.harness.probe import KVProbe
 from tests.harness.sidecars import SidecarProcess
 
@@ -88,31 +89,15 @@ def _llama(folder: Path, small: bool) -> object:
 
 
 def _mla(folder: Path, small: bool) -> object:
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-
-    write_tokenizer(folder)
-    layers = 3 if small else 8
     # Heads of DeepSeek-V3's sizes: FlashAttention 3 knows no others of this kind.
-    config = DeepseekV3Config(
-        **SIZES,
-        hidden_size=256 if small else 1024,
-        intermediate_size=512 if small else 2048,
-        num_hidden_layers=layers,
-        num_attention_heads=4 if small else 16,
-        num_key_value_heads=4 if small else 16,
-        kv_lora_rank=512,
-        q_lora_rank=None,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=128,
-        v_head_dim=128,
-        first_k_dense_replace=layers,
-        n_routed_experts=8,
-        n_group=1,
-        topk_group=1,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
+    return write_mla_model(
+        folder,
+        layers=3 if small else 8,
+        hidden=256 if small else 1024,
+        heads=4 if small else 16,
+        latent=512,
+        head_dim=128,
     )
-    return save_random(DeepseekV3ForCausalLM, config, folder, 0)
 
 
 def _gemma(folder: Path, small: bool) -> object:
