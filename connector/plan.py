@@ -19,8 +19,10 @@ IDLE_WAIT_MS: Final = 2
 
 vLLM itself sleeps for 1 ms between two such steps.
 """
-JOBS_WAIT_MS: Final = 1
-"""The same for a scheduler while jobs are open: it gets no answers to them."""
+LOADS_WAIT_MS: Final = 10
+"""The same for a worker with open loads: a request that comes meanwhile is this much later."""
+STORES_WAIT_MS: Final = 1
+"""The same for a scheduler while stores are open: it gets no answers to them."""
 
 T = TypeVar("T")
 

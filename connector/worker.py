@@ -16,7 +16,15 @@ from typing import Final
 
 from connector.client import Attempt, Client, SidecarSession
 from connector.export import EXPORT_FAULTS, ExportedMemory, fault_reason
-from connector.plan import IDLE_WAIT_MS, Load, StepPlan, StepReport, Store, batches
+from connector.plan import (
+    IDLE_WAIT_MS,
+    LOADS_WAIT_MS,
+    Load,
+    StepPlan,
+    StepReport,
+    Store,
+    batches,
+)
 from sidecar.protocol import (
     FRAME_BYTES_MAX,
     JOBS_PER_MESSAGE_MAX,
@@ -188,11 +196,13 @@ class WorkerRole:
 
         In a step that computes nothing this waits a moment for an answer if any rank or lookup
         does: vLLM repeats such a step at once, and spinning workers kept a sidecar from running.
+        For its own loads it waits longer: the copy may need the core where it would spin.
         """
         self._refresh_session()
         client = self.client
         if client is not None and self._idle and (self.outstanding or self._waiting):
-            client.wait(IDLE_WAIT_MS)
+            loading = any(isinstance(one.job, Load) for one in self.outstanding.values())
+            client.wait(LOADS_WAIT_MS if loading else IDLE_WAIT_MS)
         if client is not None and (self.outstanding or self.retired):
             for message in client.poll():
                 self._answered(message)

@@ -24,7 +24,7 @@ from typing import Any
 from connector.client import Client, SidecarSession
 from connector.events import TierEvent, TierEvents
 from connector.identity.groups import CachedGroup, State, aligned
-from connector.plan import IDLE_WAIT_MS, JOBS_WAIT_MS, Load, StepPlan, StepReport
+from connector.plan import IDLE_WAIT_MS, STORES_WAIT_MS, Load, StepPlan, StepReport
 from connector.request_params import EXPECT, PARAMS
 from connector.scheduler.lookup import HitFinder, keys_and_groups, pieces_of
 from connector.scheduler.outcomes import PromptTokens
@@ -358,19 +358,20 @@ class SchedulerRole:
 
         vLLM repeats such a step at once. While its worker waits, its scheduler spins on a core that
         the sidecar may need; while its scheduler waits, the worker spins on the core where it would
-        compute. With several ranks the workers wait, or all of them would spin.
+        compute. For loads the worker waits, which gets the answer. With several ranks the workers
+        always wait, or all of them would spin.
 
         Not in the first such step: with asynchronous scheduling, vLLM has not taken the output of
         the step before it yet. Nor in one that brings the worker jobs.
         """
         again, self._idle = self._idle and plan.idle, plan.idle
-        if not (again and plan.waiting) or plan.loads or plan.stores:
+        if not (again and plan.waiting) or self.loading or plan.stores:
             return
-        jobs = bool(self.loading or self.stores.jobs)
+        stores = bool(self.stores.jobs)
         # In one process nobody spins, and the worker alone gets the answers to jobs.
-        if self._settings.world_size > 1 or (jobs and not self._settings.separate_worker):
+        if self._settings.world_size > 1 or (stores and not self._settings.separate_worker):
             return
-        self.client.wait(JOBS_WAIT_MS if jobs else IDLE_WAIT_MS)
+        self.client.wait(STORES_WAIT_MS if stores else IDLE_WAIT_MS)
         plan.idle = False
 
     def request_finished(

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from connector.plan import IDLE_WAIT_MS, JOBS_WAIT_MS
+from connector.plan import IDLE_WAIT_MS, LOADS_WAIT_MS, STORES_WAIT_MS
 from connector.scheduler.pending import SESSIONS_ASKED_MAX
 from sidecar.protocol import (
     Lease,
@@ -88,13 +88,24 @@ class TestStoreOnly:
             assert waited() == (IDLE_WAIT_MS, 0)
         for lookup in list(engine.sidecar.lookups):
             engine.sidecar.answer(lookup)
-        # The step that submits the load does not begin with a wait.
-        engine.step()
-        assert waited() == (0, IDLE_WAIT_MS)
-        engine.step()
-        assert waited() == (JOBS_WAIT_MS, 0)
+        # The worker gets the answer to its load.
+        for _ in range(2):
+            engine.step()
+            assert waited() == (0, LOADS_WAIT_MS)
         engine.finish(request)
         engine.settle()
+
+    def test_the_scheduler_waits_while_stores_are_open(self, engine: Engine) -> None:
+        (rank,) = engine.ranks
+        request = engine.add(request_of("a", PROMPT, max_tokens=1))
+        while not request.is_finished():
+            engine.step()
+        assert engine.role.stores.jobs
+        engine.step()
+        before = engine.client.waited_ms, rank.client.waited_ms
+        engine.step()
+        assert engine.client.waited_ms == before[0] + STORES_WAIT_MS
+        assert rank.client.waited_ms == before[1]
 
     def test_in_one_process_the_worker_waits_for_its_jobs(self, engine: Engine) -> None:
         role = engine.role
@@ -111,7 +122,7 @@ class TestStoreOnly:
         assert for_lookups
         engine.step()
         assert engine.client.waited_ms == for_lookups
-        assert rank.client.waited_ms == before + IDLE_WAIT_MS
+        assert rank.client.waited_ms == before + LOADS_WAIT_MS
         engine.finish(request)
         engine.settle()
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from connector.export import ExportedMemory
-from connector.plan import IDLE_WAIT_MS, Load, StepPlan, Store
+from connector.plan import IDLE_WAIT_MS, LOADS_WAIT_MS, Load, StepPlan, Store
 from connector.worker import WorkerRole
 from sidecar.protocol import (
     KIND_MEMFD,
@@ -165,9 +165,14 @@ class TestSubmit:
 
 class TestIdle:
     def test_a_step_that_only_waits_for_us_waits_a_little(self, rank: Rank) -> None:
-        rank.role.submit(StepPlan([load(2, "a")], [], idle=True))
+        rank.role.submit(StepPlan([], [store(2)], idle=True))
         rank.role.collect()
         assert rank.client.waited_ms == IDLE_WAIT_MS
+
+    def test_one_that_loads_waits_longer(self, rank: Rank) -> None:
+        rank.role.submit(StepPlan([load(2, "a")], [store(3)], idle=True))
+        rank.role.collect()
+        assert rank.client.waited_ms == LOADS_WAIT_MS
 
     def test_so_does_one_that_waits_for_another_rank_or_for_a_lookup(self, rank: Rank) -> None:
         rank.role.submit(StepPlan(idle=True, waiting=True))
