@@ -20,7 +20,7 @@ IDLE_WAIT_MS: Final = 2
 vLLM itself sleeps for 1 ms between two such steps.
 """
 LOADS_WAIT_MS: Final = 10
-"""The same for a worker with open loads: a request that comes meanwhile is this much later."""
+"""The same for a worker with open loads. A request that comes meanwhile waits for the step."""
 STORES_WAIT_MS: Final = 1
 """The same for a scheduler while stores are open: it gets no answers to them."""
 

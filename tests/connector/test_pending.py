@@ -95,36 +95,35 @@ class TestStoreOnly:
         engine.finish(request)
         engine.settle()
 
-    def test_the_scheduler_waits_while_stores_are_open(self, engine: Engine) -> None:
+    def stored(self, engine: Engine) -> tuple[int, int]:
+        """How long scheduler and worker wait in a step without work while stores are open."""
         (rank,) = engine.ranks
-        request = engine.add(request_of("a", PROMPT, max_tokens=1))
+        request = engine.add(request_of("b", PROMPT[::-1], max_tokens=1))
         while not request.is_finished():
             engine.step()
-        assert engine.role.stores.jobs
         engine.step()
+        assert engine.role.stores.jobs
         before = engine.client.waited_ms, rank.client.waited_ms
         engine.step()
-        assert engine.client.waited_ms == before[0] + STORES_WAIT_MS
-        assert rank.client.waited_ms == before[1]
+        return engine.client.waited_ms - before[0], rank.client.waited_ms - before[1]
+
+    def test_the_scheduler_waits_while_stores_are_open(self, engine: Engine) -> None:
+        assert self.stored(engine) == (STORES_WAIT_MS, 0)
 
     def test_in_one_process_the_worker_waits_for_its_jobs(self, engine: Engine) -> None:
         role = engine.role
         role._settings = replace(role._settings, separate_worker=False)  # noqa: SLF001 (vLLM's "uni")
         self.demoted(engine)
-        (rank,) = engine.ranks
         request = engine.add(request_of("a", PROMPT, max_tokens=1))
+        before = engine.client.waited_ms
         engine.step()
         engine.step()
+        assert engine.client.waited_ms > before
         for lookup in list(engine.sidecar.lookups):
             engine.sidecar.answer(lookup)
-        engine.step()
-        for_lookups, before = engine.client.waited_ms, rank.client.waited_ms
-        assert for_lookups
-        engine.step()
-        assert engine.client.waited_ms == for_lookups
-        assert rank.client.waited_ms == before + LOADS_WAIT_MS
         engine.finish(request)
         engine.settle()
+        assert self.stored(engine) == (0, IDLE_WAIT_MS)
 
     def test_of_several_ranks_the_workers_wait(self, make: Callable[..., Engine]) -> None:
         engine = make(ranks=2)
