@@ -160,8 +160,8 @@ class HostSettings(Section):
 class CopySettings(Section):
     """Copying between engines and host memory."""
 
-    threads: Count = Field(default=1, ge=1, le=256)
-    """Threads that copy. Each can saturate a core that engines could use."""
+    threads: Count = Field(default=2, ge=1, le=256)
+    """Threads that copy; those without another load share one. Each can saturate a core."""
     prefault: Flag = True
     """Map all of an engine's KV memory when it attaches; if off, each page when first copied."""
 

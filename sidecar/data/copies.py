@@ -8,8 +8,9 @@ the threads (`tiers/threads.py`), slots, sessions, or what an outcome means.
 Invariants:
 
 * A load succeeds only if every chunk of it that is to be verified hashed, while it was copied, to
-  the checksum taken when it left an engine. One corrupt chunk makes a miss of the whole job: its
-  blocks are computed before they are read. (Why not hash before copying: docs/adr/0006.)
+  the checksum taken when it left an engine. One corrupt chunk makes a miss of the whole job, also
+  where several threads copied it: its blocks are computed before they are read. (Why not hash
+  before copying: docs/adr/0006.)
 * A copy holds the worker's fence lock while it touches the worker's memory, and starts only if its
   job is not revoked. A lock that the worker holds is tried again later, never waited for in a
   thread, so a stopped worker cannot occupy the copy threads.
@@ -45,6 +46,8 @@ Memory = npt.NDArray[np.uint8]
 
 STORE_BYTES_MAX: Final = 64 * 1024 * 1024
 """Stores are cut into parts of this size, so that a load never waits behind a large one."""
+LOAD_BYTES_MIN: Final = 4 * 1024 * 1024
+"""Parts of a load that several threads copy are at least this large: a part costs 0.1 ms."""
 FENCE_POLL_SECONDS_MIN: Final = 0.0005
 FENCE_POLL_SECONDS_MAX: Final = 0.005
 
@@ -81,9 +84,13 @@ class Copies:
 
     @property
     def loads_pending(self) -> int:
-        """Loads that are ready or run. Engines wait for these."""
+        """Loads, or parts of them, that are ready or run. Engines wait for these."""
+        return self.queue.loads_ready + self._loads_running
+
+    @property
+    def _loads_running(self) -> int:
         running = [one[1] for one in self._threads.running if one is not None]
-        return self.queue.loads_ready + sum(group.is_load for group in running)
+        return sum(group.is_load for group in running)
 
     def stuck_seconds(self, now: float) -> float:
         """Seconds since a copy thread was last free; 0 while one is."""
@@ -98,16 +105,24 @@ class Copies:
 
     def add(self, group: CopyGroup) -> None:
         """Queue a group. Where its fence is reached already, it need not wait for a poll."""
-        # A load is not cut: one corrupt chunk makes a miss of the job, so all of it has one answer.
-        step = len(group.commands)
-        if not group.is_load:
-            layout = group.rank.layout
-            step = max(1, STORE_BYTES_MAX // layout.payload_bytes(layout.blocks_per_chunk))
+        step = self._chunks_per_part(group)
         if step >= len(group.commands):
             self._add(group)
             return
         for first in range(0, len(group.commands), step):
             self._add(replace(group, commands=group.commands[first : first + step]))
+
+    def _chunks_per_part(self, group: CopyGroup) -> int:
+        """How many chunks of a job one thread copies."""
+        layout = group.rank.layout
+        chunk_bytes = layout.payload_bytes(layout.blocks_per_chunk)
+        if not group.is_load:
+            return max(1, STORE_BYTES_MAX // chunk_bytes)
+        # Threads that have no other load to copy share it. While all have one, it is not cut:
+        # loads that take turns all end late.
+        free = len(self._threads.running) - self.queue.loads - self._loads_running
+        least = -(-LOAD_BYTES_MIN // chunk_bytes)
+        return max(least, -(-len(group.commands) // max(1, free)))
 
     def _add(self, group: CopyGroup) -> None:
         group.memory.hold()

@@ -33,7 +33,7 @@ LOADS_IN_A_ROW_MAX: Final = 8
 
 @dataclass(slots=True, eq=False)
 class CopyGroup:
-    """Gathers or scatters of one job, copied together."""
+    """Gathers or scatters of one job, or a part of them, copied by one thread."""
 
     session: Session
     memory: WorkerMemory
@@ -160,8 +160,13 @@ class CopyQueue:
         return sum(queue.groups for queue in self._waiting)
 
     @property
+    def loads(self) -> int:
+        """Groups that load."""
+        return self._waiting[True].groups + self._loads.groups
+
+    @property
     def loads_ready(self) -> int:
-        """Loads whose fence was reached."""
+        """Those whose fence was reached."""
         return self._loads.groups
 
     def add(self, group: CopyGroup) -> bool:

@@ -28,9 +28,10 @@ class Kind(StrEnum):
     """A kind of transfer."""
 
     LOAD = "load"
-    """Host memory to an engine: the chunks of a prompt, of one rank and KV cache group."""
+    """Host memory to an engine: the chunks of a prompt, of one rank and KV cache group, or the part
+    of them that one thread copied."""
     STORE = "store"
-    """An engine to host memory, the same; long ones in parts."""
+    """An engine to host memory, the same."""
     READ = "read"
     """The object store to host memory: one rank's part of a chunk."""
     WRITE = "write"

@@ -212,8 +212,9 @@ COUNTERS: Final = {
 
 HISTOGRAMS: Final = {
     "transfer_seconds{kind,model_name}": "Time of transfers that succeeded. load and store: chunks"
-    " of one request, rank and KV cache group between an engine and host memory, from the job's"
-    " arrival to the end of the copy. read and write: one part of a chunk, from and to the store",
+    " of one request, rank and KV cache group between an engine and host memory, or the part of"
+    " them that one thread copied, from the job's arrival to the end of the copy. read and write:"
+    " one part of a chunk, from and to the store",
     "transfer_bytes{kind,model_name}": "Size of the transfers in kvlake_transfer_seconds",
     "lookup_wait_seconds{model_name}": "Time from the arrival of a lookup to its answer",
 }

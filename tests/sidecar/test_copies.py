@@ -162,6 +162,74 @@ async def test_large_stores_are_cut_into_parts(
         assert set((await bench.wait(5)).values()) == {Outcome.OK}
 
 
+class TestALoadThatSeveralThreadsCopy:
+    """Four chunks in host memory, and a load of them."""
+
+    @pytest.fixture(autouse=True)
+    def _parts_of_a_chunk(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        places.patch(monkeypatch, "LOAD_BYTES_MIN", 1)
+
+    @staticmethod
+    async def stored(bench: Bench, work: Copies) -> None:
+        work.add(bench.group(*(bench.gather(number) for number in range(4))))
+        await bench.wait(4)
+
+    @staticmethod
+    def load(bench: Bench, *, job: int = 2, fence: int = 0) -> CopyGroup:
+        loads = (bench.scatter(number, number + 8, job=job, fence=fence) for number in range(4))
+        return bench.group(*loads)
+
+    async def test_each_free_thread_gets_a_part(self, bench: Bench) -> None:
+        async with running(bench, threads=2) as work:
+            await self.stored(bench, work)
+            work.add(self.load(bench, fence=1))
+            assert work.queue.loads == 2
+            bench.fence.signal(1)
+            ended = await bench.wait(8)
+        assert set(ended.values()) == {Outcome.OK}
+        for layer, head, token in ((0, 0, 0), (2, 3, 15)):
+            for number in range(4):
+                source, target = (
+                    offset_of(LAYOUT, layer, block, head, token) for block in (number, number + 8)
+                )
+                first, second = (bench.bytes[place : place + 64] for place in (source, target))
+                assert np.array_equal(first, second)
+
+    async def test_one_thread_copies_all_of_it(self, bench: Bench) -> None:
+        async with running(bench) as work:
+            await self.stored(bench, work)
+            work.add(self.load(bench, fence=1))
+            assert work.queue.loads == 1
+            work.drop(bench.session)
+
+    async def test_loads_that_find_no_free_thread_are_not_cut(self, bench: Bench) -> None:
+        async with running(bench, threads=3) as work:
+            await self.stored(bench, work)
+            for number, loads in ((2, 2), (3, 3), (4, 4)):
+                work.add(self.load(bench, job=number, fence=1))
+                assert work.queue.loads == loads
+            work.drop(bench.session)
+
+    async def test_parts_are_not_too_small(
+        self, bench: Bench, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        places.patch(monkeypatch, "LOAD_BYTES_MIN", 3 * LAYOUT.chunk(4).payload_bytes(4))
+        async with running(bench, threads=4) as work:
+            await self.stored(bench, work)
+            work.add(self.load(bench, fence=1))
+            assert work.queue.loads == 2
+            work.drop(bench.session)
+
+    async def test_a_corrupt_chunk_makes_a_miss_of_its_part(self, bench: Bench) -> None:
+        async with running(bench, threads=2) as work:
+            await self.stored(bench, work)
+            bench.pool[bench.slot(3) + 5000] ^= 1
+            work.add(self.load(bench))
+            ended = await bench.wait(8)
+        outcomes = [ended[100 + number] for number in range(4)]
+        assert outcomes == [Outcome.OK, Outcome.OK, Outcome.FAILED, Outcome.CORRUPT]
+
+
 async def test_revoked_group_touches_nothing(bench: Bench) -> None:
     async with running(bench) as work:
         work.add(bench.group(bench.gather(0), bench.gather(1)))
