@@ -31,6 +31,7 @@ BENCHMARKS = {
     "wire": "benchmarks.micro.wire_bench",
     "segments": "benchmarks.micro.segments_bench",
     "copy": "benchmarks.micro.copy_bench",
+    "copy_engines": "benchmarks.gpu.clock_bench",
     "restart": "benchmarks.micro.restart",
     "objects": "benchmarks.store.objects_bench",
     "loop": "benchmarks.store.loop_bench",

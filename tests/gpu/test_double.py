@@ -84,6 +84,21 @@ def test_a_stream_runs_later_and_in_its_own_time(double: Double) -> None:
         assert double.process(child.pid).waits == 0
 
 
+def test_with_a_clock_copies_take_their_time_and_move_nothing(double: Double) -> None:
+    with Child(double, setup=SETUP + PINNED) as child:
+        child.run("p = gpu.allocate(1 << 16); host[:4] = 7; gpu.write(p, b'kv'); gpu.read(p, 2)")
+        double.page.clock_mb_per_s = 2
+        child.run(
+            "call('cuMemcpyHtoDAsync', p, host.ctypes.data, 1 << 16, gpu.stream)\n"
+            "call('cuMemcpyDtoHAsync', host.ctypes.data, p, 1 << 12, gpu.stream)\n"
+            "call('cuStreamSynchronize', gpu.stream)"
+        )
+        assert list(double.process(child.pid).busy_ns) == [32_768_000, 2_048_000]
+        double.page.clock_mb_per_s = 0
+        assert child.run("result = gpu.read(p, 2)") == b"kv"
+        assert child.run("result = host[:4].tolist()") == [7] * 4
+
+
 def test_a_cpu_that_follows_a_device_pointer_dies(double: Double) -> None:
     with Child(double, setup=SETUP) as child, pytest.raises(ChildError, match="ended with -11"):
         # Handlers of the libraries that the child imported allocate memory, and may end it first.

@@ -38,6 +38,7 @@ struct process {
     uint64_t copied_bytes[2];   /* to device, to host */
     int64_t inflight_bytes[2];
     int64_t inflight_bytes_max[2];
+    uint64_t busy_ns[2];        /* what copies took by `clock_mb_per_s` */
     uint32_t stream_writes;
     uint32_t plane_copies;      /* 2D */
     int32_t priority_lowest_streams;
@@ -56,6 +57,8 @@ struct control {
     uint32_t no_stream_writes;  /* the device lacks 64-bit stream memory operations */
     uint32_t seed;
     uint32_t break_planes;      /* 1: the same of a 2D copy */
+    uint32_t clock_mb_per_s;    /* copies between host and device take their time at this rate, and
+                                 * move nothing; each stream is a copy engine. 0: they move bytes */
     char device_names[DEVICES_MAX][NAME_BYTES];
     struct fault faults[FAULTS_MAX];
     struct process processes[PROCESSES_MAX];

@@ -12,7 +12,8 @@
  * unregistering memory that queued work touches, a batch on the NULL stream, a copy that leaves its
  * allocation or straddles two registrations.
  *
- * It proves logic and ABI, never speed. */
+ * It proves logic and ABI, never speed. With a clock (`clock_mb_per_s`) it says what part of its time a
+ * copy engine of that rate would be busy. */
 #define _GNU_SOURCE
 #include "double.h"
 
@@ -26,6 +27,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -81,6 +83,7 @@ struct op {
     struct piece *pieces;
     size_t count;
     int direction;          /* 0 to device, 1 to host, -1 neither */
+    int64_t queued_ns;
     uint64_t bytes;
     int wrong;
     char *where;
@@ -99,6 +102,7 @@ struct stream {
     int running, closing;
     unsigned seed;
     int lowest;
+    int64_t free_ns;        /* by the clock, when what was queued has ended */
 };
 
 struct event { atomic_int pending; _Atomic int64_t reached_ns; };
@@ -241,8 +245,24 @@ static void let_go(struct piece *piece) {
     if (piece->src_region) atomic_fetch_sub(&piece->src_region->pending, 1);
 }
 
-static void run_copy(struct stream *stream, struct op *op) {
-    while (control->hold) usleep(200);
+static int64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000ll + now.tv_nsec;
+}
+
+/* A copy begins when it was queued, or when the one before it ended. What this thread wakes too late
+ * delays the event behind the copy, but not the copies behind it. */
+static void take_time(struct stream *stream, struct op *op) {
+    int64_t began = op->queued_ns > stream->free_ns ? op->queued_ns : stream->free_ns;
+    int64_t lasts = (int64_t)(op->bytes * 1000 / control->clock_mb_per_s);
+    stream->free_ns = began + lasts;
+    struct timespec until = {stream->free_ns / 1000000000ll, stream->free_ns % 1000000000ll};
+    while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, NULL) == EINTR) {}
+    __atomic_fetch_add(&ledger->busy_ns[op->direction], (uint64_t)lasts, __ATOMIC_SEQ_CST);
+}
+
+static void move_pieces(struct stream *stream, struct op *op) {
     for (size_t left = op->count; left; left--) { /* any order is legal: pick one */
         size_t pick = rand_r(&stream->seed) % left;
         struct piece piece = op->pieces[pick];
@@ -260,17 +280,17 @@ static void run_copy(struct stream *stream, struct op *op) {
         }
         if (op->wrong && left == 1) piece.dst[0] ^= 0x55;
     }
+}
+
+static void run_copy(struct stream *stream, struct op *op) {
+    while (control->hold) usleep(200);
+    if (control->clock_mb_per_s && op->direction >= 0) take_time(stream, op);
+    else move_pieces(stream, op);
     for (size_t i = 0; i < op->count; i++) let_go(&op->pieces[i]);
     if (op->direction >= 0) {
         __atomic_fetch_add(&ledger->copied_bytes[op->direction], op->bytes, __ATOMIC_SEQ_CST);
         __atomic_fetch_sub(&ledger->inflight_bytes[op->direction], (int64_t)op->bytes, __ATOMIC_SEQ_CST);
     }
-}
-
-static int64_t now_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000ll + now.tv_nsec;
 }
 
 static void run_op(struct stream *stream, struct op *op) {
@@ -298,6 +318,7 @@ static void run_op(struct stream *stream, struct op *op) {
 
 static void *stream_main(void *argument) {
     struct stream *stream = argument;
+    prctl(PR_SET_TIMERSLACK, 1000);
     pthread_mutex_lock(&stream->lock);
     for (;;) {
         while (!stream->head && !stream->closing) pthread_cond_wait(&stream->arrived, &stream->lock);
@@ -339,6 +360,7 @@ static struct stream *stream_of(CUstream stream) { /* the NULL stream is one lik
 static void enqueue(struct stream *stream, struct op op) {
     struct op *queued = malloc(sizeof *queued);
     *queued = op;
+    queued->queued_ns = now_ns();
     queued->next = NULL;
     pthread_mutex_lock(&stream->lock);
     if (stream->tail) stream->tail->next = queued; else stream->head = queued;
