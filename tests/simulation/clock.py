@@ -396,6 +396,8 @@ def frozen(world: World, run_hop: Threads) -> Iterator[None]:
         # Its length would depend on the machine and the process.
         "holder_name": lambda name: f"{name} on host, pid 1",
         "PIECE_BYTES_MAX": PIECE_BYTES,
+        # Chunks are small, and threads are to share loads of them.
+        "LOAD_BYTES_MIN": 1,
         "INDEX_ENTRIES_FIRST": INDEX_ENTRIES_FIRST,
         "PASS_PAUSE_SECONDS": PASS_PAUSE_SECONDS,
         "PREFILL_TOKENS_MIN": RATE_TOKENS_MIN,
