@@ -47,7 +47,7 @@ Memory = npt.NDArray[np.uint8]
 STORE_BYTES_MAX: Final = 64 * 1024 * 1024
 """Stores are cut into parts of this size, so that a load never waits behind a large one."""
 LOAD_BYTES_MIN: Final = 4 * 1024 * 1024
-"""Parts of a load that several threads copy are at least this large: a part costs 0.1 ms."""
+"""Parts of a load that several threads copy are at least this large: they take half a ms each."""
 FENCE_POLL_SECONDS_MIN: Final = 0.0005
 FENCE_POLL_SECONDS_MAX: Final = 0.005
 

@@ -195,13 +195,6 @@ class TestALoadThatSeveralThreadsCopy:
                 first, second = (bench.bytes[place : place + 64] for place in (source, target))
                 assert np.array_equal(first, second)
 
-    async def test_one_thread_copies_all_of_it(self, bench: Bench) -> None:
-        async with running(bench) as work:
-            await self.stored(bench, work)
-            work.add(self.load(bench, fence=1))
-            assert work.queue.loads == 1
-            work.drop(bench.session)
-
     async def test_loads_that_find_no_free_thread_are_not_cut(self, bench: Bench) -> None:
         async with running(bench, threads=3) as work:
             await self.stored(bench, work)
@@ -210,14 +203,23 @@ class TestALoadThatSeveralThreadsCopy:
                 assert work.queue.loads == loads
             work.drop(bench.session)
 
-    async def test_parts_are_not_too_small(
-        self, bench: Bench, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize(
+        ("threads", "chunks_min", "parts"), [(1, 1, 1), (2, 1, 2), (4, 1, 4), (4, 3, 2)]
+    )
+    async def test_there_is_a_part_for_each_thread_unless_it_were_too_small(
+        self,
+        bench: Bench,
+        monkeypatch: pytest.MonkeyPatch,
+        threads: int,
+        chunks_min: int,
+        parts: int,
     ) -> None:
-        places.patch(monkeypatch, "LOAD_BYTES_MIN", 3 * LAYOUT.chunk(4).payload_bytes(4))
-        async with running(bench, threads=4) as work:
+        chunk_bytes = LAYOUT.chunk(4).payload_bytes(4)
+        places.patch(monkeypatch, "LOAD_BYTES_MIN", chunks_min * chunk_bytes)
+        async with running(bench, threads=threads) as work:
             await self.stored(bench, work)
             work.add(self.load(bench, fence=1))
-            assert work.queue.loads == 2
+            assert work.queue.loads == parts
             work.drop(bench.session)
 
     async def test_a_corrupt_chunk_makes_a_miss_of_its_part(self, bench: Bench) -> None:

@@ -244,6 +244,22 @@ def test_corrupt_slot_is_quarantined_while_another_copy_runs_on_it() -> None:
     assert (counters.quarantined_host, counters.loads_corrupt, counters.loads_missing) == (1, 1, 1)
 
 
+@pytest.mark.parametrize("first_outcome", [Outcome.OK, Outcome.CORRUPT])
+def test_a_load_with_one_corrupt_chunk_is_corrupt_once_all_its_copies_ended(
+    first_outcome: Outcome,
+) -> None:
+    """Threads that share a load end its copies with different outcomes, in any order."""
+    world = no_writes()
+    worker = world.open(Role.WORKER)
+    world.stored(worker, 1, [1, 2])
+    first, second = only(world.load(worker, 2, [1, 2]), Scatter)
+    others = {Outcome.OK: Outcome.CORRUPT, Outcome.CORRUPT: Outcome.OK}
+    assert messages(world.copied(first.copy_id, first_outcome), worker) == []
+    commands = world.copied(second.copy_id, others[first_outcome])
+    assert messages(commands, worker) == done(2, Outcome.CORRUPT)
+    assert world.engine.counters.loads_corrupt == 1
+
+
 def test_zombie_is_freed_when_the_last_of_its_copies_ended() -> None:
     world = no_writes()
     worker = world.open(Role.WORKER)
