@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,12 @@ def test_a_module_runs_in_namespaces_of_its_own(tmp_path: Path) -> None:
         assert spaces[name] != os.readlink(f"/proc/self/ns/{name}")
 
 
+def accepts(path: Path) -> bool:
+    """Whether somebody listens there. A socket's file exists before."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        return not connection.connect_ex(str(path))
+
+
 def test_a_sidecar_apart_serves_a_worker(short_directory: Path) -> None:
     config = short_directory / "kvlake.yaml"
     sections = {
@@ -54,12 +61,12 @@ def test_a_sidecar_apart_serves_a_worker(short_directory: Path) -> None:
         "http": {"port": 0},
     }
     config.write_text(json.dumps(sections))
-    socket = short_directory / "default" / "attach.sock"
+    attach = short_directory / "default" / "attach.sock"
     command = [*APART, places.program()[-1], "serve", "--config", str(config)]
     with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(places.ROOT)}) as sidecar:
         try:
-            wait_until(lambda: socket.exists() or sidecar.poll() is not None)
-            with Worker(socket) as worker:
+            wait_until(lambda: accepts(attach) or sidecar.poll() is not None)
+            with Worker(attach) as worker:
                 wanted = worker.fill([1, 2, 3, 4], 5)
                 assert worker.store(1, key_of("apart"), [1, 2, 3, 4]) is Outcome.OK
                 worker.poison()
