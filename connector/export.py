@@ -21,7 +21,8 @@ from tiers.cuda.stream_fence import StreamFence
 from tiers.errors import LayoutError
 from tiers.kv.fence import WorkerFence
 from tiers.kv.layout import KVLayout, Segment
-from tiers.kv.memfd import keep_out_of_dumps, sealed_memfd
+from tiers.kv.mapping import map_shared
+from tiers.kv.memfd import sealed_memfd
 
 
 class ExportRefused(Exception):
@@ -85,13 +86,12 @@ class MemfdAllocation(TorchFunctionMode):
         mapped_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         fd = sealed_memfd("kvlake-kv", mapped_bytes)
         try:
-            mapping = mmap.mmap(fd, mapped_bytes)
-            keep_out_of_dumps(mapping)
+            _, memory = map_shared(fd, mapped_bytes)
         except OSError:
             os.close(fd)
             raise
         # The tensor keeps the mapping alive through the buffer it was made from.
-        tensor = torch.frombuffer(mapping, dtype=dtype, count=size_bytes)
+        tensor = torch.frombuffer(memory, dtype=dtype, count=size_bytes)
         self.fd = fd
         self.size_bytes = mapped_bytes
         self.address = tensor.data_ptr()

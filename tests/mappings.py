@@ -38,6 +38,18 @@ def flags_of(name: str, inode: int | None = None) -> list[list[str]]:
     return found
 
 
+def huge_bytes_of(name: str, inode: int) -> int:
+    """The bytes of a file that this process has mapped in huge pages (`ShmemPmdMapped`)."""
+    total = 0
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if line.startswith("ShmemPmdMapped:"):
+            total += 1024 * int(line.split()[1]) if inside else 0
+        elif "-" in line.split(" ", 1)[0]:
+            inside = name in line and int(line.split()[4]) == inode
+    return total
+
+
 def open_fds() -> int:
     """Descriptors that this process has open."""
     return len(os.listdir("/proc/self/fd"))

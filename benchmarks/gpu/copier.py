@@ -19,6 +19,7 @@ from sidecar.config.sections import PREFAULT_THREADS_MAX
 from tiers.cuda.device import Device, PinnedMemory
 from tiers.cuda.driver import check, driver
 from tiers.cuda.errors import NOT_READY
+from tiers.kv.mapping import map_shared
 from tiers.pool.file import Backing
 from tiers.pool.numa import Placement
 
@@ -83,7 +84,7 @@ class Copier:
         if self._shared is None:
             with tempfile.TemporaryFile(dir="/dev/shm") as file:
                 file.truncate(num_bytes)
-                memory = np.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=np.uint8)
+                _, memory = map_shared(file.fileno(), num_bytes)
             assert Backing(True, PREFAULT_THREADS_MAX, Placement()).populate(memory)
             self._device.bind()
             self._shared = memory, PinnedMemory(self._device.driver, memory)

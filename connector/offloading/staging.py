@@ -42,7 +42,8 @@ from sidecar.protocol import (
 )
 from tiers.kv.keys import NO_PARENT
 from tiers.kv.layout import CONTENT_BYTES_MAX, ROW_ENCODING, KVLayout, Segment
-from tiers.kv.memfd import keep_out_of_dumps, sealed_memfd
+from tiers.kv.mapping import map_shared
+from tiers.kv.memfd import sealed_memfd
 
 Rows = npt.NDArray[np.uint8]
 """Shape: [rows, bytes]."""
@@ -122,9 +123,7 @@ class Staging:
         self._clock = clock
         layout = row_layout(num_rows, region.shape[1])
         fd = sealed_memfd("kvlake-staging", layout.size_bytes)
-        self._map = mmap.mmap(fd, layout.size_bytes)
-        keep_out_of_dumps(self._map)
-        flat = np.frombuffer(self._map, dtype=np.uint8)
+        _, flat = map_shared(fd, layout.size_bytes)
         self._rows: Rows = flat[: num_rows * region.shape[1]].reshape(num_rows, region.shape[1])
         self._free = list(range(num_rows))
         self._kept_for_loads = num_rows // 4

@@ -36,7 +36,7 @@ from tiers.kv.arrow_file import PAGE_BYTES, Descriptor, find_descriptor
 from tiers.kv.copy import Bytes
 from tiers.kv.slot_image import SlotTemplate, claimed_template
 from tiers.pool.file import check_pool
-from tiers.pool.host_pool import POPULATE_BYTES_PER_CALL, HostPool
+from tiers.pool.host_pool import HostPool
 from tiers.pool.numa import Placement, sample
 from tiers.pool.table import SealedSlots
 from tiers.store.client import run_to_end
@@ -210,7 +210,7 @@ async def map_ahead(pool: HostPool) -> None:
     """
     limiter = anyio.CapacityLimiter(1)
     try:
-        for start in range(0, pool.size_bytes, POPULATE_BYTES_PER_CALL):
+        for start in pool.pieces():
             await run_to_end(functools.partial(pool.populate, start), limiter)
     except OSError as error:
         _logger.warning("host memory is not mapped ahead", extra=fields(reason=error))

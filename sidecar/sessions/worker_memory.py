@@ -11,14 +11,12 @@ least the declared size, and is sealed against shrinking (`tiers/kv/memfd.py`).
 import contextlib
 import functools
 import logging
-import mmap
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import anyio
-import numpy as np
 
 from sidecar.errors import AttachRefused
 from sidecar.logs import fields
@@ -26,8 +24,8 @@ from sidecar.protocol import KIND_MEMFD, MEMORY_FDS, Attach
 from sidecar.sessions.gpus import GpuMapping, Gpus
 from tiers.kv.copy import BlockIds, Bytes, CopyPlan, Region, Visit
 from tiers.kv.fence import PAGE_BYTES, SidecarFence
-from tiers.kv.memfd import check_sealed, keep_out_of_dumps
-from tiers.pool.file import populate
+from tiers.kv.mapping import map_shared, populate
+from tiers.kv.memfd import check_sealed
 from tiers.store.client import run_to_end
 
 PREFAULT_BYTES_PER_CALL: Final = 16 << 20
@@ -53,12 +51,11 @@ class HostMapping:
                     "lower the engine's KV cache size",
                 )
             check_sealed("memory", fd, size_bytes)
-            self._map = mmap.mmap(fd, size_bytes)
-            keep_out_of_dumps(self._map)
+            self._map, memory = map_shared(fd, size_bytes)
         finally:
             os.close(fd)
         self.size_bytes = size_bytes
-        self._bytes: Bytes | None = np.frombuffer(self._map, dtype=np.uint8)
+        self._bytes: Bytes | None = memory
 
     @property
     def view(self) -> Bytes:
@@ -154,8 +151,7 @@ class WorkerMemory:
     async def prefault(self) -> None:
         """Map every page, slice by slice, while the session lasts. Safe to cancel.
 
-        A copy into a page that is not mapped yet takes a fault for every 4 KiB, which makes it
-        three times slower. Pages that the engine reserved but has not touched are allocated.
+        Pages that the engine reserved but has not touched are allocated.
         """
         mapping = self.mapping
         if not isinstance(mapping, HostMapping):

@@ -30,7 +30,8 @@ from hypothesis.stateful import (
 from tests import places
 from tests.mappings import flags_of
 from tiers.errors import PoolError
-from tiers.pool.file import inspect_pool, populate
+from tiers.kv.mapping import populate
+from tiers.pool.file import inspect_pool
 from tiers.pool.host_pool import HostPool
 from tiers.pool.table import TableShape
 
@@ -377,7 +378,7 @@ def test_room_that_is_gone_between_question_and_reservation(
 
 
 def test_mapping_that_fails_leaves_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(fd: int, length: int) -> mmap.mmap:
+    def refuse(fd: int, length: int, **_: int) -> mmap.mmap:
         raise PermissionError(errno.EPERM, "no mapping here")
 
     monkeypatch.setattr(mmap, "mmap", refuse)

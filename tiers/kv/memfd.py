@@ -1,7 +1,7 @@
 """Memory that processes share by descriptor, and that cannot shrink while it is mapped.
 
-Owns making such memory, the check that foreign memory is such, which file systems are in memory,
-and keeping mappings out of core dumps. Does not own contents.
+Owns making such memory, the check that foreign memory is such, and which file systems are in
+memory. Does not own mappings (`mapping.py`) or contents.
 
 Invariant: a descriptor that passed `check_sealed` can be mapped and accessed over its whole checked
 length as long as the mapping lasts. Accessing a page beyond the end of a truncated file is a
@@ -18,9 +18,10 @@ import os
 import stat
 from typing import Final, Literal
 
+from tiers.kv.mapping import MADV_POPULATE_WRITE
+
 SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _SEAL_FUTURE_WRITE: Final = 0x10
-_MADV_POPULATE_WRITE: Final = 23
 
 MemoryFilesystem = Literal["tmpfs", "hugetlbfs", "ramfs"]
 _MAGIC: Final[dict[int, MemoryFilesystem]] = {
@@ -67,7 +68,7 @@ def read_only_memfd(name: str, size_bytes: int) -> tuple[mmap.mmap, int]:
         mapping = mmap.mmap(fd, size_bytes)
         try:
             with contextlib.suppress(OSError, ValueError):
-                mapping.madvise(_MADV_POPULATE_WRITE)
+                mapping.madvise(MADV_POPULATE_WRITE)
             os.fchmod(fd, 0o400)
             # FUTURE_WRITE allows the mapping made above and refuses every later one, even to a
             # process that reopens the descriptor as root. Kernels before 5.1 have only the mode.
@@ -80,12 +81,6 @@ def read_only_memfd(name: str, size_bytes: int) -> tuple[mmap.mmap, int]:
             raise
     finally:
         os.close(fd)
-
-
-def keep_out_of_dumps(mapping: mmap.mmap) -> None:
-    """Leave a mapping out of core dumps, if the kernel can: it contains prompts, and is large."""
-    with contextlib.suppress(OSError):
-        mapping.madvise(mmap.MADV_DONTDUMP)
 
 
 def check_sealed(what: str, fd: int, size_bytes: int) -> None:

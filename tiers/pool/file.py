@@ -1,14 +1,13 @@
 """The file of a pool: created, mapped, backed with memory, inspected, removed.
 
 Owns whose a file is, its length, whether all of it is backed by memory and mapped ahead of use, and
-why one cannot be taken over. A copy into a page that is not mapped yet takes a fault for every
-4 KiB, which makes it three times slower. Does not own the table in the file (`table.py`).
+why one cannot be taken over. Does not own the table in the file (`table.py`), or how memory is
+mapped (`tiers/kv/mapping.py`).
 
 Invariant: a file without an owner's record, or of another user, is never changed.
 """
 
 import contextlib
-import ctypes
 import errno
 import mmap
 import os
@@ -23,7 +22,7 @@ import numpy as np
 
 from tiers.errors import PoolError
 from tiers.kv.copy import Bytes
-from tiers.kv.memfd import keep_out_of_dumps
+from tiers.kv.mapping import map_shared, populate
 from tiers.pool.lock import (
     Owner,
     check_lock,
@@ -48,25 +47,8 @@ from tiers.sizes import approximate_size
 
 CONTRADICTION: Final = "its table of slabs contradicts itself"
 PREFAULT_PIECE_BYTES: Final = 64 << 20
-MADV_POPULATE_WRITE: Final = 23
 
 _FILE_FLAGS: Final = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def populate(memory: Bytes) -> bool:
-    """Map every page of `memory`, which starts on one. False on a kernel before 5.14.
-
-    Through ctypes: mmap.madvise() holds the GIL, and this takes milliseconds for every 16 MiB.
-    Raises `OSError` without memory for it.
-    """
-    address, size_bytes = ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(memory.size)
-    if _libc.madvise(address, size_bytes, MADV_POPULATE_WRITE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code == errno.EINVAL:
-        return False
-    raise OSError(code, os.strerror(code))
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +189,8 @@ def require_ours(path: Path, owner: Owner | None) -> None:
 class MappedPool:
     """A pool's file, mapped as a whole."""
 
-    mapping: mmap.mmap
+    owner: mmap.mmap
+    file: Bytes
     shape: TableShape
     resized_from_bytes: int
     """Size of its slots before."""
@@ -239,9 +222,7 @@ def map_existing(path: Path, size_bytes: int, backing: Backing) -> MappedPool | 
             os.pwrite(fd, superblock(wanted, read_boot_id()), 0)
         if wanted.file_bytes < found.st_size:
             os.ftruncate(fd, wanted.file_bytes)
-        mapping = mmap.mmap(fd, wanted.file_bytes)
-        keep_out_of_dumps(mapping)
-        return MappedPool(mapping, wanted, shape.size_bytes)
+        return MappedPool(*map_shared(fd, wanted.file_bytes), wanted, shape.size_bytes)
     finally:
         os.close(fd)
 
@@ -265,23 +246,17 @@ def create_mapping(path: Path, size_bytes: int, backing: Backing) -> MappedPool:
     """A new file, backed by memory and mapped. Raises `PoolError` without room for it."""
     shape = TableShape.of(size_bytes)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FILE_FLAGS, 0o600)
-    mapping: mmap.mmap | None = None
     try:
         _require_room(path, shape, 0)
         os.ftruncate(fd, shape.file_bytes)
-        mapping = mmap.mmap(fd, shape.file_bytes)
-        keep_out_of_dumps(mapping)
+        owner, file = map_shared(fd, shape.file_bytes)
         # Populating works from several threads, posix_fallocate holds the file's lock. It follows
         # for the pages that could not be populated, and says what is missing.
-        populated = backing.prefault and backing.populate(np.frombuffer(mapping, dtype=np.uint8))
+        populated = backing.prefault and backing.populate(file)
         if os.fstat(fd).st_blocks * 512 < shape.file_bytes:
             _back(fd, path, shape, 0, backing)
-        return MappedPool(mapping, shape, size_bytes, populated)
+        return MappedPool(owner, file, shape, size_bytes, populated)
     except BaseException:
-        if mapping is not None:
-            # A thread's error may still hold a view of it.
-            with contextlib.suppress(BufferError):
-                mapping.close()
         path.unlink(missing_ok=True)
         raise
     finally:

@@ -23,10 +23,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
 from tiers.errors import PoolError
 from tiers.kv.copy import Bytes
+from tiers.kv.mapping import populate
 from tiers.pool.file import (
     CONTRADICTION,
     Backing,
@@ -34,7 +33,6 @@ from tiers.pool.file import (
     as_pool_errors,
     create_mapping,
     map_existing,
-    populate,
     require_ours,
 )
 from tiers.pool.lock import (
@@ -72,10 +70,10 @@ class HostPool:
         self.placement = Placement()
         """The NUMA nodes requested for its pages."""
         self._lock_fd = lock_fd
-        self._map = mapped.mapping
-        file: Bytes = np.frombuffer(mapped.mapping, dtype=np.uint8)
-        self._memory: Bytes | None = file[shape.table_bytes :]
-        self._table = PoolTable(file, shape)
+        self._map = mapped.owner
+        self._file = mapped.file
+        self._memory: Bytes | None = self._file[shape.table_bytes :]
+        self._table = PoolTable(mapped.file, shape)
         self.recovered = self._table.sealed([])
         """Slots that were sealed when this process took the pool over."""
         self.extents = Extents(shape.size_bytes)
@@ -101,7 +99,7 @@ class HostPool:
 
         Its directory exists, and should be on a tmpfs (/dev/shm). The size is rounded down to whole
         pages; the table adds 0.2 %, at least 512 KiB. `prefault` maps all pages of a new file now,
-        in some `threads` (about 0.25 s per GiB), instead of at first use; a file that is taken over
+        in some `threads` (0.25 to 1 s per GiB), instead of at first use; a file that is taken over
         is mapped by `populate`. `placement` has the NUMA nodes for new pages, and is settled here.
 
         Raises `PoolError` with the remedy if another process owns it, the file system has no room,
@@ -152,7 +150,7 @@ class HostPool:
         pool.emptied = emptied
         pool._table.format(read_boot_id())
         if backing.prefault and not mapped.populated:
-            for start in range(0, size_bytes, POPULATE_BYTES_PER_CALL):
+            for start in pool.pieces():
                 pool.populate(start)
         return pool
 
@@ -286,12 +284,16 @@ class HostPool:
         """Bytes in no allocated slot. The end of a free range may be too short for a slot."""
         return self.size_bytes - self.stats().used_bytes
 
+    def pieces(self) -> range:
+        """What `populate` takes, for all of the file."""
+        return range(0, self._file.size, POPULATE_BYTES_PER_CALL)
+
     def populate(self, start: int) -> None:
-        """Map the pages of POPULATE_BYTES_PER_CALL bytes from `start`, without the GIL.
+        """Map the pages of one of the `pieces`, without the GIL.
 
         In any thread, while the pool is open. Raises `OSError`.
         """
-        piece = self.memory[start : start + POPULATE_BYTES_PER_CALL]
+        piece = self._file[start : start + POPULATE_BYTES_PER_CALL]
         if not populate(piece):
             # Kernels before 5.14: an access maps a page.
             piece[::PAGE_BYTES].max(initial=0)
@@ -313,7 +315,7 @@ class HostPool:
         leaked = tuple(sorted(unsealed if keep else self._allocated))
         self._memory = None
         self._allocated.clear()
-        del self._table
+        del self._table, self._file
         with contextlib.suppress(BufferError):
             self._map.close()
         try:

@@ -1,0 +1,210 @@
+"""Shared memory: mapped where huge pages fit, and allocated in them without losing a byte.
+
+The kernel is the real one. Whether it gives huge pages is its decision: where it refuses them for
+plain memory of this process, the tests of their number are skipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import places
+from tests.mappings import flags_of, huge_bytes_of, open_fds, sizes_of
+from tiers.kv.mapping import HUGE_PAGE_BYTES, map_shared, populate
+from tiers.kv.memfd import sealed_memfd
+from tiers.pool.host_pool import HostPool
+
+NAME = "kvlake-mapped"
+PAGE = mmap.PAGESIZE
+
+
+@contextlib.contextmanager
+def memfd(size_bytes: int) -> Iterator[int]:
+    fd = sealed_memfd(NAME, size_bytes)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def require_huge_pages() -> None:
+    """Skip where the kernel does not collapse two pages that nobody else uses."""
+    with memfd(2 * HUGE_PAGE_BYTES) as fd:
+        _, memory = map_shared(fd, 2 * HUGE_PAGE_BYTES)
+        memory[::PAGE] = 1
+        libc = ctypes.CDLL(None)
+        address, collapse = ctypes.c_void_p(memory.ctypes.data), 25
+        if libc.madvise(address, ctypes.c_size_t(memory.size), collapse):
+            pytest.skip("this kernel gives no huge pages of shared memory")
+
+
+@pytest.mark.parametrize("size_bytes", [PAGE, HUGE_PAGE_BYTES, 3 * HUGE_PAGE_BYTES + 5 * PAGE])
+def test_bytes_are_those_of_the_file(size_bytes: int) -> None:
+    with memfd(size_bytes) as fd:
+        fds = open_fds()
+        owner, memory = map_shared(fd, size_bytes)
+        assert open_fds() == fds
+        assert memory.size == size_bytes
+        assert memory.ctypes.data % HUGE_PAGE_BYTES == 0
+        memory[:] = np.arange(size_bytes, dtype=np.uint64).astype(np.uint8)
+        assert os.pread(fd, size_bytes, 0) == memory.tobytes()
+        inode = os.fstat(fd).st_ino
+        assert sizes_of(NAME)[inode] == size_bytes
+        assert all("dd" in flags for flags in flags_of(NAME, inode)), "in no core dump"
+        del memory
+        owner.close()
+        assert inode not in sizes_of(NAME)
+
+
+def test_mapping_ends_with_the_last_array_over_it() -> None:
+    with memfd(PAGE) as fd:
+        inode = os.fstat(fd).st_ino
+        owner, memory = map_shared(fd, PAGE)
+        part = memory[:10]
+        del owner, memory
+        assert inode in sizes_of(NAME)
+        part[:] = 1
+        del part
+        assert inode not in sizes_of(NAME)
+
+
+def test_file_that_cannot_be_mapped_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "read-only"
+    path.write_bytes(bytes(PAGE))
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        with pytest.raises(PermissionError):
+            map_shared(fd, PAGE)
+        assert not sizes_of(str(path))
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("touched", [0, 1, 2, 3])
+def test_memory_is_in_huge_pages_and_keeps_its_bytes(touched: int) -> None:
+    """Whether none, one, some or all of its pages were allocated before."""
+    require_huge_pages()
+    tail_bytes = 7 * PAGE
+    size_bytes = 4 * HUGE_PAGE_BYTES + tail_bytes
+    with memfd(size_bytes) as fd:
+        _, memory = map_shared(fd, size_bytes)
+        steps = (size_bytes, HUGE_PAGE_BYTES, 3 * PAGE, PAGE)
+        memory[PAGE :: steps[touched]] = 7
+        before = memory.copy()
+        assert populate(memory)
+        assert huge_bytes_of(NAME, os.fstat(fd).st_ino) == size_bytes - tail_bytes
+        assert os.fstat(fd).st_blocks * 512 == size_bytes
+        assert np.array_equal(memory, before)
+
+
+def test_second_process_maps_the_same_huge_pages() -> None:
+    """As a sidecar maps an engine's memory, and both call for its pages."""
+    require_huge_pages()
+    with memfd(2 * HUGE_PAGE_BYTES) as fd:
+        _, engine = map_shared(fd, 2 * HUGE_PAGE_BYTES)
+        _, sidecar = map_shared(fd, 2 * HUGE_PAGE_BYTES)
+        engine[::PAGE] = 5
+        assert populate(sidecar)
+        assert populate(engine)
+        assert huge_bytes_of(NAME, os.fstat(fd).st_ino) == 2 * engine.size
+        assert (sidecar[::PAGE] == 5).all()
+
+
+def test_piece_that_begins_within_a_huge_page_is_populated_whole() -> None:
+    size_bytes = 3 * HUGE_PAGE_BYTES
+    with memfd(size_bytes) as fd:
+        _, memory = map_shared(fd, size_bytes)
+        assert populate(memory[PAGE : -2 * PAGE])
+        assert os.fstat(fd).st_blocks * 512 >= size_bytes - 3 * PAGE
+
+
+def test_writes_of_others_are_kept_meanwhile() -> None:
+    size_bytes = 16 * HUGE_PAGE_BYTES
+    with memfd(size_bytes) as fd:
+        _, ours = map_shared(fd, size_bytes)
+        _, theirs = map_shared(fd, size_bytes)
+        counters = theirs[::PAGE]
+        rounds = 0
+        ending = threading.Event()
+
+        def write() -> None:
+            nonlocal rounds
+            while not ending.is_set() or not rounds:
+                np.add(counters, 1, out=counters)
+                rounds += 1
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        try:
+            for _ in range(3):
+                assert populate(ours)
+        finally:
+            ending.set()
+            writer.join()
+        assert (ours[::PAGE] == rounds % 256).all()
+
+
+def test_kernel_that_refuses_huge_pages_maps_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    places.patch(monkeypatch, "_MADV_COLLAPSE", 12345)
+    size_bytes = 2 * HUGE_PAGE_BYTES
+    with memfd(size_bytes) as fd:
+        _, memory = map_shared(fd, size_bytes)
+        assert populate(memory)
+        assert huge_bytes_of(NAME, os.fstat(fd).st_ino) == 0
+        assert os.fstat(fd).st_blocks * 512 == size_bytes
+
+
+def test_memory_that_is_missing_is_an_error() -> None:
+    """Never a SIGBUS, which would end the process: here the file is shorter than its mapping."""
+    fd = os.memfd_create(NAME)
+    try:
+        os.ftruncate(fd, 2 * HUGE_PAGE_BYTES)
+        _, memory = map_shared(fd, 2 * HUGE_PAGE_BYTES)
+        os.ftruncate(fd, HUGE_PAGE_BYTES)
+        with pytest.raises(OSError, match="Bad address"):
+            populate(memory)
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_pool_is_in_huge_pages(threads: int) -> None:
+    require_huge_pages()
+    path = Path(f"/dev/shm/kvlake-test-mapped-{os.getpid()}-{threads}.pool")
+    pool = HostPool.open(path, 9 * HUGE_PAGE_BYTES, threads=threads)
+    try:
+        found = path.stat()
+        assert huge_bytes_of(path.name, found.st_ino) == found.st_size - found.st_size % (2 << 20)
+    finally:
+        pool.close()
+
+
+def test_pool_that_is_taken_over_is_in_huge_pages_once_it_is_mapped_ahead() -> None:
+    require_huge_pages()
+    path = Path(f"/dev/shm/kvlake-test-mapped-{os.getpid()}.pool")
+    pool = HostPool.open(path, 9 * HUGE_PAGE_BYTES, prefault=False)
+    size = pool.register_class(PAGE)
+    slot = pool.allocate(size)
+    assert slot is not None
+    pool.memory[slot : slot + PAGE] = 9
+    pool.seal(slot)
+    pool.close(keep=True)
+    del pool
+    pool = HostPool.open(path, 9 * HUGE_PAGE_BYTES)
+    try:
+        for piece in pool.pieces():
+            pool.populate(piece)
+        found = path.stat()
+        assert huge_bytes_of(path.name, found.st_ino) == found.st_size - found.st_size % (2 << 20)
+        assert (pool.memory[slot : slot + PAGE] == 9).all()
+    finally:
+        pool.close()
