@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import os
 import statistics
 import tempfile
@@ -21,6 +20,7 @@ import numpy.typing as npt
 
 from tiers.kv.copy import CopyPlan
 from tiers.kv.layout import KVLayout, Segment
+from tiers.kv.mapping import map_shared, populate
 from tiers.kv.slot_image import SlotTemplates, payload_hasher
 from tiers.pool.host_pool import HostPool
 
@@ -48,7 +48,8 @@ def _memory(num_blocks: int) -> tuple[npt.NDArray[np.uint8], KVLayout]:
     )
     fd = os.memfd_create("bench", os.MFD_CLOEXEC)
     os.ftruncate(fd, layout.size_bytes)
-    memory = np.frombuffer(mmap.mmap(fd, layout.size_bytes), dtype=np.uint8)
+    _, memory = map_shared(fd, layout.size_bytes)
+    populate(memory)
     memory[:] = np.random.default_rng(1).integers(0, 255, layout.size_bytes, dtype=np.uint8)
     return memory, layout
 
