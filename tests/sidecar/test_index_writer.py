@@ -38,7 +38,6 @@ from tiers.kv.index import (
 Keys = npt.NDArray[np.uint8]
 
 SMALL_ENTRIES, LARGE_ENTRIES = 10_000, 40_000
-FDS_PER_INDEX = 2
 
 
 @dataclass
@@ -247,7 +246,7 @@ async def test_a_growth_ends_when_its_realm_is_forgotten(bench: Bench) -> None:
                 await anyio.lowlevel.checkpoint()
             bench.realms.forget([bench.realm])
     assert not bench.moved
-    assert (mappings(), bench.indexes.growing_bytes) == (before - FDS_PER_INDEX, 0)
+    assert (mappings(), bench.indexes.growing_bytes) == (before - 1, 0)
     await bench.indexes.settled(bench.realm)
 
 

@@ -19,6 +19,7 @@ import pytest
 
 from tests import places
 from tests.mappings import flags_of, huge_bytes_of, open_fds, sizes_of
+from tiers.kv.index import IndexReader, IndexWriter
 from tiers.kv.mapping import HUGE_PAGE_BYTES, map_shared, populate
 from tiers.kv.memfd import sealed_memfd
 from tiers.pool.host_pool import HostPool
@@ -117,6 +118,32 @@ def test_second_process_maps_the_same_huge_pages() -> None:
         assert populate(engine)
         assert huge_bytes_of(NAME, os.fstat(fd).st_ino) == 2 * engine.size
         assert (sidecar[::PAGE] == 5).all()
+
+
+def test_memory_that_may_only_be_read_is_in_the_huge_pages_that_it_has() -> None:
+    require_huge_pages()
+    with memfd(2 * HUGE_PAGE_BYTES) as fd:
+        _, writer = map_shared(fd, 2 * HUGE_PAGE_BYTES)
+        _, reader = map_shared(fd, 2 * HUGE_PAGE_BYTES, writable=False)
+        assert populate(writer)
+        writer[:] = 3
+        assert populate(reader)
+        assert huge_bytes_of(NAME, os.fstat(fd).st_ino) == 2 * writer.size
+        with pytest.raises(ValueError, match="read-only"):
+            reader[0] = 4
+        assert (reader == 3).all()
+
+
+def test_index_is_in_huge_pages_of_its_writer_and_its_readers() -> None:
+    require_huge_pages()
+    writer = IndexWriter(200_000)
+    reader = IndexReader(os.dup(writer.fd), writer.size_bytes)
+    try:
+        found = huge_bytes_of("kvlake-index", os.fstat(writer.fd).st_ino)
+        assert found == 2 * (writer.size_bytes - writer.size_bytes % HUGE_PAGE_BYTES) > 0
+    finally:
+        reader.close()
+        writer.close()
 
 
 def test_piece_that_begins_within_a_huge_page_is_populated_whole() -> None:

@@ -74,7 +74,7 @@ def test_all_of_the_file_is_backed(path: Path, prefault: bool) -> None:
 def test_kernel_without_populate_touches_the_pages(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places.patch(monkeypatch, "MADV_POPULATE_WRITE", 12345)
+    places.patch(monkeypatch, "_MADV_POPULATE_WRITE", 12345)
     pool = HostPool.open(path, MIB)
     assert not pool.memory.any()
     pool.close()

@@ -27,7 +27,6 @@ seqlock (a writer that is stopped between its two increments blocks every reader
 """
 
 import contextlib
-import mmap
 import os
 import struct
 from collections.abc import Sequence
@@ -37,6 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tiers.errors import LayoutError
+from tiers.kv.mapping import Bytes, map_shared, populate
 from tiers.kv.memfd import NotSealed, check_sealed, read_only_memfd
 
 FLAG_HOST: Final = 1
@@ -83,7 +83,6 @@ _MIX_B: Final = 0xD6E8_FEB8_6659_FD93
 _MIX_C: Final = 0xC2B2_AE3D_27D4_EB4F
 _CHECK_MASK: Final = _MASK64 ^ FLAGS_MAX
 
-_MADV_POPULATE_READ: Final = 22
 
 Words = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.int64]
@@ -158,8 +157,8 @@ class _Columns:
 
     __slots__ = ("bucket_mask", "header", "rows", "states", "tags")
 
-    def __init__(self, buffer: mmap.mmap, slots: int) -> None:
-        words: Words = np.frombuffer(buffer, dtype=np.uint64)
+    def __init__(self, memory: Bytes, slots: int) -> None:
+        words: Words = memory.view(np.uint64)
         start = _HEADER_BYTES // _WORD_BYTES
         self.header = words[:start]
         self.states = words[start : start + slots]
@@ -216,8 +215,8 @@ class IndexWriter:
         """Entries whose two buckets are full, tag -> flags: invisible to readers until growth."""
         self.changes: list[tuple[bytes, int]] | None = None
         """What was set since an `IndexGrowth` began to copy this table."""
-        self._map, self.fd = read_only_memfd("kvlake-index", self.size_bytes)
-        self._columns = _Columns(self._map, self.slots)
+        self._map, memory, self.fd = read_only_memfd("kvlake-index", self.size_bytes)
+        self._columns = _Columns(memory, self.slots)
         # Item access through a memoryview takes a third of the time of a numpy array.
         self._states = self._columns.states.data
         self._tags = self._columns.tags.reshape(-1).data
@@ -404,14 +403,15 @@ class IndexReader:
     def __init__(self, fd: int, size_bytes: int) -> None:
         try:
             _check_descriptor(fd, size_bytes)
-            self._map = mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ)
+            self._map, memory = map_shared(fd, size_bytes, writable=False)
         finally:
             os.close(fd)
         # 400 keys access 800 pages: map them here and not in the first lookup.
-        with contextlib.suppress(OSError, ValueError):
-            self._map.madvise(_MADV_POPULATE_READ)
+        with contextlib.suppress(OSError):
+            populate(memory)
         slots = (size_bytes - _HEADER_BYTES) // (_SLOT_WORDS * _WORD_BYTES)
-        self._columns = _Columns(self._map, slots)
+        self._columns = _Columns(memory, slots)
+        del memory
         header = self._columns.header[:_HEADER_CLOSED].tolist()
         if header != [_MAGIC, _VERSION, slots]:
             self.close()

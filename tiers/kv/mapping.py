@@ -32,7 +32,8 @@ HUGE_PAGE_BYTES: Final = 2 << 20
 _MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = 0x4000
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
-MADV_POPULATE_WRITE: Final = 23
+_MADV_POPULATE_READ: Final = 22
+_MADV_POPULATE_WRITE: Final = 23
 _MADV_COLLAPSE: Final = 25
 _COLLAPSE_ATTEMPTS_MAX: Final = 2
 """Pages that another thread has just allocated may still be on their way to the kernel's lists."""
@@ -51,11 +52,11 @@ _libc.mmap.argtypes = [
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-def map_shared(fd: int, size_bytes: int) -> tuple[mmap.mmap, Bytes]:
-    """The first `size_bytes` of a file, mapped to be read and written, outside of core dumps.
+def map_shared(fd: int, size_bytes: int, *, writable: bool = True) -> tuple[mmap.mmap, Bytes]:
+    """The first `size_bytes` of a file, mapped at a multiple of 2 MiB, outside of core dumps.
 
-    Returns the owner of the mapping and its bytes. The mapping ends when the owner is closed, or
-    with the last array over it. Raises `OSError`.
+    Returns the owner of the mapping and its bytes, which may be written to if `writable`. The
+    mapping ends when the owner is closed, or with the last array over it. Raises `OSError`.
     """
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     # Addresses only, of which a part is mapped to the file. The owner unmaps all of them. On a
@@ -64,7 +65,8 @@ def map_shared(fd: int, size_bytes: int) -> tuple[mmap.mmap, Bytes]:
     reserved = np.frombuffer(owner, dtype=np.uint8)
     first = -reserved.ctypes.data % HUGE_PAGE_BYTES
     memory: Bytes = reserved[first : first + size_bytes]
-    access = mmap.PROT_READ | mmap.PROT_WRITE
+    memory.flags.writeable = writable
+    access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     shared = mmap.MAP_SHARED | _MAP_FIXED
     if _libc.mmap(memory.ctypes.data, size_bytes, access, shared, fd, 0) == _MAP_FAILED:
         raise _os_error()
@@ -78,22 +80,24 @@ def populate(memory: Bytes) -> bool:
     """Allocate and map every page of `memory`, which starts on one, in huge pages where they fit.
 
     Its contents stay, and others may use it meanwhile. Holds no GIL: this takes milliseconds for
-    every 16 MiB. False on a kernel before 5.14. Raises `OSError` without memory for it.
+    every 16 MiB. Memory that may only be read is mapped in the pages that it has. False on a kernel
+    before 5.14. Raises `OSError` without memory for it.
     """
+    advice = _MADV_POPULATE_WRITE if memory.flags.writeable else _MADV_POPULATE_READ
     address, end = memory.ctypes.data, memory.ctypes.data + memory.size
     first = address + -address % HUGE_PAGE_BYTES
     huge_bytes = (end - first) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-    if huge_bytes > 0:
+    if huge_bytes > 0 and memory.flags.writeable:
         # A collapse fills what is missing, but not where there is no page at all. One page each is
         # five times faster than all of them.
         for start in range(first, first + huge_bytes, HUGE_PAGE_BYTES):
-            _libc.madvise(start, mmap.PAGESIZE, MADV_POPULATE_WRITE)
+            _libc.madvise(start, mmap.PAGESIZE, advice)
         for _ in range(_COLLAPSE_ATTEMPTS_MAX):
             if _libc.madvise(first, huge_bytes, _MADV_COLLAPSE) == 0:
                 break
             if ctypes.get_errno() != errno.EAGAIN:
                 break
-    if _libc.madvise(address, memory.size, MADV_POPULATE_WRITE) == 0:
+    if _libc.madvise(address, memory.size, advice) == 0:
         return True
     if ctypes.get_errno() == errno.EINVAL:
         return False

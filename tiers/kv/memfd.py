@@ -18,7 +18,7 @@ import os
 import stat
 from typing import Final, Literal
 
-from tiers.kv.mapping import MADV_POPULATE_WRITE
+from tiers.kv.mapping import Bytes, map_shared, populate
 
 SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _SEAL_FUTURE_WRITE: Final = 0x10
@@ -56,29 +56,25 @@ def sealed_memfd(name: str, size_bytes: int) -> int:
     return fd
 
 
-def read_only_memfd(name: str, size_bytes: int) -> tuple[mmap.mmap, int]:
+def read_only_memfd(name: str, size_bytes: int) -> tuple[mmap.mmap, Bytes, int]:
     """The only writable mapping of a new memfd, and a read-only descriptor for other processes.
 
-    Raises `OSError` without memory for it.
+    The mapping is that of `map_shared`. Raises `OSError` without memory for it.
     """
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         # fallocate, not only truncate: a full tmpfs is an error here and a SIGBUS later.
         os.posix_fallocate(fd, 0, size_bytes)
-        mapping = mmap.mmap(fd, size_bytes)
-        try:
-            with contextlib.suppress(OSError, ValueError):
-                mapping.madvise(MADV_POPULATE_WRITE)
-            os.fchmod(fd, 0o400)
-            # FUTURE_WRITE allows the mapping made above and refuses every later one, even to a
-            # process that reopens the descriptor as root. Kernels before 5.1 have only the mode.
-            with contextlib.suppress(OSError):
-                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SIZE_SEALS | fcntl.F_SEAL_SEAL)
-            return mapping, os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-        except BaseException:
-            mapping.close()
-            raise
+        owner, memory = map_shared(fd, size_bytes)
+        with contextlib.suppress(OSError):
+            populate(memory)
+        os.fchmod(fd, 0o400)
+        # FUTURE_WRITE allows the mapping made above and refuses every later one, even to a
+        # process that reopens the descriptor as root. Kernels before 5.1 have only the mode.
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SIZE_SEALS | fcntl.F_SEAL_SEAL)
+        return owner, memory, os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     finally:
         os.close(fd)
 
