@@ -33,7 +33,7 @@ from sidecar.errors import StartError
 from sidecar.logs import fields
 from tiers.errors import ChunkCorrupt, PoolError
 from tiers.kv.arrow_file import PAGE_BYTES, Descriptor, find_descriptor
-from tiers.kv.copy import Bytes
+from tiers.kv.layout import Bytes
 from tiers.kv.slot_image import SlotTemplate, claimed_template
 from tiers.pool.file import check_pool
 from tiers.pool.host_pool import HostPool

@@ -43,8 +43,7 @@ from tiers.errors import (
     TierUnavailable,
 )
 from tiers.kv.arrow_file import PAGE_BYTES
-from tiers.kv.copy import Bytes
-from tiers.kv.layout import ChunkLayout
+from tiers.kv.layout import Bytes, ChunkLayout
 from tiers.kv.reshard import copy_overlap
 from tiers.kv.slot_image import SegmentMeta, SlotTemplate, payload_hasher
 from tiers.store.client import run_to_end

@@ -43,8 +43,7 @@ from sidecar.events.sockets import EventSockets
 from sidecar.logs import fields
 from sidecar.protocol import Attach
 from sidecar.sessions.namespaces import RealmLayout, Realms
-from tiers.kv.copy import Bytes
-from tiers.kv.layout import ROW_ENCODING
+from tiers.kv.layout import ROW_ENCODING, Bytes
 
 EVENTS_PER_BATCH_MAX: Final = 512
 SIZE_UNKNOWN: Final = 0

@@ -26,8 +26,8 @@ from sidecar.protocol import KIND_CUDA_IPC, Memory
 from tiers.cuda.device import Device, DeviceMemory, PinnedMemory
 from tiers.cuda.driver import driver
 from tiers.cuda.errors import CudaFailed
-from tiers.kv.copy import Bytes, Region
-from tiers.kv.layout import KVLayout
+from tiers.kv.copy import Region
+from tiers.kv.layout import Bytes, KVLayout
 from tiers.store.client import run_to_end
 
 _logger = logging.getLogger("kvlake.gpu")

@@ -33,9 +33,8 @@ from sidecar.sessions.model_names import model_name
 from tiers.catalog.names import object_name
 from tiers.errors import LayoutError
 from tiers.kv.arrow_file import PAGE_BYTES, find_descriptor
-from tiers.kv.copy import Bytes
 from tiers.kv.index import IndexWriter
-from tiers.kv.layout import ChunkLayout, Segment
+from tiers.kv.layout import Bytes, ChunkLayout, Segment
 from tiers.kv.reshard import overlap, refusal
 from tiers.kv.slot_image import SlotTemplates
 

@@ -22,8 +22,9 @@ from sidecar.errors import AttachRefused
 from sidecar.logs import fields
 from sidecar.protocol import KIND_MEMFD, MEMORY_FDS, Attach
 from sidecar.sessions.gpus import GpuMapping, Gpus
-from tiers.kv.copy import BlockIds, Bytes, CopyPlan, Region, Visit
+from tiers.kv.copy import BlockIds, CopyPlan, Region, Visit
 from tiers.kv.fence import PAGE_BYTES, SidecarFence
+from tiers.kv.layout import Bytes
 from tiers.kv.mapping import map_shared, populate
 from tiers.kv.memfd import check_sealed
 from tiers.store.client import run_to_end

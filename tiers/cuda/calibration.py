@@ -21,7 +21,7 @@ from tiers.cuda.copy_stream import CopyStream
 from tiers.cuda.descriptors import Descriptors
 from tiers.cuda.driver import Driver
 from tiers.cuda.errors import CudaFailed, DeviceLost
-from tiers.kv.copy import Bytes
+from tiers.kv.layout import Bytes
 
 Strided = Literal["auto", "batch", "2d"]
 

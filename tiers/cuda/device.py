@@ -25,8 +25,8 @@ from tiers.cuda.copy_stream import CopyStream
 from tiers.cuda.descriptors import PlaneShape, cut, describe, describe_planes, split_at_grid
 from tiers.cuda.driver import Driver, check
 from tiers.cuda.errors import NOT_READY, CudaFailed, NotSupportedHere
-from tiers.kv.copy import BlockIds, Bytes, Runs, Visit, check_copy
-from tiers.kv.layout import KVLayout
+from tiers.kv.copy import BlockIds, Runs, Visit, check_copy
+from tiers.kv.layout import Bytes, KVLayout
 
 CHUNK_BYTES: Final = 1 << 30
 """Registered with one call."""

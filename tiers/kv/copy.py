@@ -20,9 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tiers.errors import LayoutError
-from tiers.kv.layout import KVLayout
+from tiers.kv.layout import Bytes, KVLayout
 
-Bytes = npt.NDArray[np.uint8]
 BlockIds = npt.NDArray[np.int64]
 Visit = Callable[[memoryview], object]
 

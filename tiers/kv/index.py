@@ -36,7 +36,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tiers.errors import LayoutError
-from tiers.kv.mapping import Bytes, map_shared, populate
+from tiers.kv.layout import Bytes
+from tiers.kv.mapping import map_shared, populate
 from tiers.kv.memfd import NotSealed, check_sealed, read_only_memfd
 
 FLAG_HOST: Final = 1

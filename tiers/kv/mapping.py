@@ -22,9 +22,8 @@ import os
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-Bytes = npt.NDArray[np.uint8]
+from tiers.kv.layout import Bytes
 
 HUGE_PAGE_BYTES: Final = 2 << 20
 """On x86-64, and on arm64 with pages of 4 KiB. Elsewhere the kernel refuses them."""

@@ -18,7 +18,8 @@ import os
 import stat
 from typing import Final, Literal
 
-from tiers.kv.mapping import Bytes, map_shared, populate
+from tiers.kv.layout import Bytes
+from tiers.kv.mapping import map_shared, populate
 
 SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _SEAL_FUTURE_WRITE: Final = 0x10

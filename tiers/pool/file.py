@@ -21,7 +21,7 @@ from typing import Final
 import numpy as np
 
 from tiers.errors import PoolError
-from tiers.kv.copy import Bytes
+from tiers.kv.layout import Bytes
 from tiers.kv.mapping import map_shared, populate
 from tiers.pool.lock import (
     Owner,

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Final
 
 from tiers.errors import PoolError
-from tiers.kv.copy import Bytes
+from tiers.kv.layout import Bytes
 from tiers.kv.mapping import populate
 from tiers.pool.file import (
     CONTRADICTION,
@@ -99,7 +99,7 @@ class HostPool:
 
         Its directory exists, and should be on a tmpfs (/dev/shm). The size is rounded down to whole
         pages; the table adds 0.2 %, at least 512 KiB. `prefault` maps all pages of a new file now,
-        in some `threads` (0.25 to 1 s per GiB), instead of at first use; a file that is taken over
+        in some `threads` (0.2 to 1.5 s per GiB), instead of at first use; a file that is taken over
         is mapped by `populate`. `placement` has the NUMA nodes for new pages, and is settled here.
 
         Raises `PoolError` with the remedy if another process owns it, the file system has no room,

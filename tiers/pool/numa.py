@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from tiers.errors import PoolError
-from tiers.kv.copy import Bytes
+from tiers.kv.layout import Bytes
 
 PAGES_SAMPLED: Final = 64
 
