@@ -9,7 +9,6 @@ import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -434,15 +433,14 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         return events
 
     def get_kv_connector_stats(self) -> "KVConnectorStats | None":
-        """Counts of the scheduler role since the last call."""
-        tokens = self._prompts.take()
+        """What the scheduler role counted since the last call; None for nothing."""
+        counts = self._prompts.take()
         if self._scheduler is not None:
-            data = asdict(self._scheduler.take_stats())
-        else:
-            data = {"requests_uncached": self._uncached_requests}
+            counts |= self._scheduler.take_stats()
+        elif self._uncached_requests:
+            counts["requests_uncached"] = self._uncached_requests
             self._uncached_requests = 0
-        stats = KVLakeStats(data=data | tokens)
-        return None if self._scheduler is None and stats.is_empty() else stats
+        return KVLakeStats(data=counts) if counts else None
 
     @classmethod
     def build_kv_connector_stats(

@@ -443,8 +443,8 @@ class SchedulerRole:
             self._published_generation = generation
         return self._tiers.take()
 
-    def take_stats(self) -> Stats:
-        """Counters since the last call. The sidecar learns what became of each prompt."""
+    def take_stats(self) -> dict[str, int]:
+        """What was counted since the last call. The sidecar learns what became of each prompt."""
         self.pending.times.ended(self.clock())
         records, session = self.prompts.take_records(), self.client.session
         if records and session is not None:

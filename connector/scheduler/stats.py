@@ -3,7 +3,8 @@
 `role.py` counts hits, misses and loads, `pending.py` lookups, `stores.py` stores.
 """
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
+from typing import Final
 
 
 def _counter(help_text: str) -> int:
@@ -38,9 +39,13 @@ class Stats:
     expected_late: int = _counter("Requests whose expect_tokens of another engine were late")
     requests_uncached: int = _counter("Requests of an engine that had no sidecar or was refused")
 
-    def take(self) -> "Stats":
-        """A copy of the counters, which start again at 0."""
-        taken = replace(self)
-        for counter in fields(self):
-            setattr(self, counter.name, 0)
+    def take(self) -> dict[str, int]:
+        """The counters that are not 0, by name. They start again at 0."""
+        taken = {name: count for name in _NAMES if (count := getattr(self, name))}
+        for name in taken:
+            setattr(self, name, 0)
         return taken
+
+
+# vLLM asks after every step, and to collect the fields takes longer than all else.
+_NAMES: Final = tuple(one.name for one in fields(Stats))

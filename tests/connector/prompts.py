@@ -36,12 +36,12 @@ def last_load(engine: Engine) -> Any:
     return load
 
 
-def counted(engine: Engine) -> list[Stats]:
+def counted(engine: Engine) -> list[dict[str, int]]:
     """Collect the counts that vLLM takes every step."""
-    taken: list[Stats] = []
+    taken: list[dict[str, int]] = []
     take = engine.role.take_stats
 
-    def record() -> Stats:
+    def record() -> dict[str, int]:
         taken.append(take())
         return taken[-1]
 
@@ -49,8 +49,9 @@ def counted(engine: Engine) -> list[Stats]:
     return taken
 
 
-def total(taken: list[Stats], name: str) -> int:
-    return sum(getattr(stats, name) for stats in taken)
+def total(taken: list[dict[str, int]], name: str) -> int:
+    assert hasattr(Stats(), name), name
+    return sum(counts.get(name, 0) for counts in taken)
 
 
 def fields_of(limits: Limits) -> dict[str, int]:

@@ -21,7 +21,6 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 
 from connector.events import events_endpoints
 from connector.identity.profile import EngineProfile
-from connector.scheduler.stats import Stats
 from connector.vllm import KVLakeConnector
 from sidecar.protocol import Lookup, Pin, Release, Submit
 from tests import places
@@ -36,6 +35,7 @@ from tests.connector.configurations import (
 from tests.connector.conversations import converse
 from tests.connector.engine import Engine
 from tests.connector.others import EmptyConnector
+from tests.connector.prompts import counted, total
 from tests.contract.base import OVERRIDDEN
 from tests.contract.calls import SCHEDULER, departure
 
@@ -285,22 +285,13 @@ class TestWishesOfARequest:
         assert engine.scheduler.reset_prefix_cache(reset_connector=True)
         assert [one.pins for one in engine.client.sent_of(Release)] == [True]
 
-    def test_a_pin_without_a_sidecar_is_counted(
-        self, make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_pin_without_a_sidecar_is_counted(self, make: Callable[..., Engine]) -> None:
         engine = make()
         engine.sidecar.detach()
-        counted: list[int] = []
-        take = engine.role.take_stats
-
-        def taken() -> Stats:
-            stats = take()
-            counted.append(stats.pins_skipped)
-            return stats
-
-        monkeypatch.setattr(engine.role, "take_stats", taken)
+        taken = counted(engine)
         engine.run(wishing("a", {"pin_seconds": 30}))
-        assert sum(counted) + engine.role.stats.pins_skipped == -(-len(PROMPT) // CHUNK_TOKENS)
+        skipped = total(taken, "pins_skipped") + engine.role.stats.pins_skipped
+        assert skipped == -(-len(PROMPT) // CHUNK_TOKENS)
 
     @pytest.mark.promise("malformed-params")
     @pytest.mark.parametrize("request_params", ["no", {"read": "false"}, {"raed": False}])

@@ -187,11 +187,16 @@ class TestEngine:
         stats = connector.get_kv_connector_stats()
         assert stats is not None
         assert stats.data == {
-            "requests_uncached": 0,
             "prompt_tokens/local": 16,
             "prompt_tokens/refused": len(PROMPT) - 16,
         }
         connector.shutdown()
+
+
+def test_a_step_that_counted_nothing_tells_nothing(engine: Engine) -> None:
+    engine.run(request_of("a", PROMPT, max_tokens=1))
+    engine.connector.get_kv_connector_stats()
+    assert engine.connector.get_kv_connector_stats() is None
 
 
 def test_requests_are_counted_while_no_sidecar_is_there(engine: Engine) -> None:
