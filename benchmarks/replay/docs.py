@@ -52,7 +52,8 @@ def section(report: Report, picture: str) -> str:
                 for policy in dict.fromkeys(row["policy"] for row in rows)
             ),
         )
-    lines += [f"![Hits over the size of host memory]({picture})", ""]
+    if picture:
+        lines += [f"![Hits over the size of host memory]({picture})", ""]
     lines += _costs(report, cells)
     return "\n".join(lines)
 
