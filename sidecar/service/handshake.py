@@ -36,10 +36,12 @@ from sidecar.protocol import (
 from sidecar.protocol.codec import ProtocolError, decode_first, encode, frame_stream
 from sidecar.service.dispatcher import Dispatcher
 from sidecar.service.realm_eviction import RealmEviction
+from sidecar.service.start_checks import cgroup_room
 from sidecar.sessions.session import Session, check_shape
 from sidecar.sessions.worker_memory import WorkerMemory, take_memory
 from sidecar.transport.unix_socket import Connection, Peer, close_fds
 from tiers.errors import LayoutError, PoolError
+from tiers.sizes import approximate_size
 
 ATTACHING_MAX: Final = 128
 """Connections without a session, beside `limits.sessions_max` with one."""
@@ -148,7 +150,7 @@ class Handshakes:
         reason = "the sidecar stops"
         try:
             async with anyio.create_task_group() as tasks:
-                if memory is not None and self._dispatcher.config.copies.prefault:
+                if memory is not None and self._may_prefault(memory):
                     tasks.start_soon(memory.prefault)
                 reason = await session.connection.wait_end()
                 tasks.cancel_scope.cancel()
@@ -157,6 +159,22 @@ class Handshakes:
             # A worker in sleep mode frees its memory after the end of file.
             if memory is not None:
                 await memory.wait_unmapped(UNMAP_SECONDS_MAX)
+
+    def _may_prefault(self, memory: WorkerMemory) -> bool:
+        """Whether to map a worker's memory ahead. What that allocates counts for this container."""
+        if not self._dispatcher.config.copies.prefault:
+            return False
+        needed, (room, where) = memory.prefault_bytes_max, cgroup_room()
+        if room is None or needed <= room:
+            return True
+        _logger.warning(
+            "KV memory is not mapped ahead: its first copies take longer",
+            extra=fields(
+                reason=f"{where} has {approximate_size(room)} left, and it may need "
+                f"{approximate_size(needed)}; raise the limit, or set copy.prefault to false"
+            ),
+        )
+        return False
 
     async def _stay_declined(self, declined: Declined, connection: Connection) -> None:
         """List an engine that serves without the cache until its connection ends."""

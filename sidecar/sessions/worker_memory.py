@@ -13,6 +13,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
@@ -35,6 +36,7 @@ UNMAPPED_POLL_SECONDS: Final = 0.002
 
 # One at a time, beside the threads that copy: engines attach rarely and copies must not wait.
 _prefaulting = anyio.CapacityLimiter(1)
+_unmapping = ThreadPoolExecutor(1, thread_name_prefix="kvlake-unmap")
 _logger = logging.getLogger("kvlake.memory")
 
 
@@ -56,6 +58,8 @@ class HostMapping:
         finally:
             os.close(fd)
         self.size_bytes = size_bytes
+        self.mapped = True
+        """Whether it is still mapped."""
         self._bytes: Bytes | None = memory
 
     @property
@@ -63,11 +67,6 @@ class HostMapping:
         """All of the memory. Use it for one copy only, and keep no reference."""
         assert self._bytes is not None, "copies run while it is mapped"
         return self._bytes
-
-    @property
-    def mapped(self) -> bool:
-        """Whether it is still mapped."""
-        return not self._map.closed
 
     def populate(self, start: int) -> bool:
         """Map the pages of one slice ahead; False where that fails."""
@@ -78,14 +77,19 @@ class HostMapping:
             return False
 
     def close(self) -> None:
-        """Unmap it."""
+        """Unmap it, in a thread: that frees the memory of an engine that died, for seconds."""
         self._bytes = None
+        _unmapping.submit(self._unmap)
+
+    def _unmap(self) -> None:
         try:
             self._map.close()
         except BufferError:
             # A bug: a view outlived its copy, against the rule of `view`. The mapping ends with the
             # view, so this need not end the sidecar.
             _logger.error("a worker's memory stays mapped: a view is still held")  # noqa: TRY400
+        else:
+            self.mapped = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +152,14 @@ class WorkerMemory:
         """One `hold` is over."""
         self._copies -= 1
         self._unmap_if_idle()
+
+    @property
+    def prefault_bytes_max(self) -> int:
+        """How much memory `prefault` may allocate: what the engine has not touched, or all of it.
+
+        Huge pages take the place of the engine's, and are charged to this process.
+        """
+        return self.mapping.size_bytes if isinstance(self.mapping, HostMapping) else 0
 
     async def prefault(self) -> None:
         """Map every page, slice by slice, while the session lasts. Safe to cancel.

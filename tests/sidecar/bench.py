@@ -43,6 +43,14 @@ async def until(true: Callable[[], bool]) -> None:
             await anyio.sleep(0.001)
 
 
+def wait_for(true: Callable[[], bool]) -> None:
+    """The same without an event loop."""
+    deadline = time.monotonic() + WAIT_SECONDS_MAX
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @dataclass
 class Bench:
     """A session with memory and a pool of slots, without sockets."""
@@ -101,7 +109,7 @@ def new_bench() -> Iterator[Bench]:
     pool = np.zeros(SLOTS * rank.templates.slot_bytes, dtype=np.uint8)
     yield Bench(realms, realm, rank, memory, session, fence, view, pool, sessions)
     sessions.close(session)
-    assert not memory.mapping.mapped
+    wait_for(lambda: not memory.mapping.mapped)
     realms.close()
     fence.close()
     os.close(memory_fd)

@@ -285,7 +285,7 @@ async def test_end_of_session_revokes_what_has_not_started(bench: Bench) -> None
         work.drop(bench.session)
         assert set((await bench.wait(2)).values()) == {Outcome.REVOKED}
         assert len(work.queue) == 0
-        assert not bench.memory.mapping.mapped
+        await until(lambda: not is_mapped(bench))
 
 
 async def test_memory_stays_while_a_copy_uses_it(bench: Bench) -> None:
@@ -295,7 +295,27 @@ async def test_memory_stays_while_a_copy_uses_it(bench: Bench) -> None:
     assert isinstance(bench.memory.mapping, HostMapping)
     assert bench.memory.mapping.view[0] == bench.bytes[0]
     bench.memory.release()
-    assert not is_mapped(bench)
+    await until(lambda: not is_mapped(bench))
+
+
+async def test_memory_is_not_unmapped_on_the_event_loop(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To free the memory of a large engine that died takes seconds."""
+    unmapping = threading.Event()
+    unmap = places.find("HostMapping._unmap").value
+
+    def slow(mapping: HostMapping) -> None:
+        unmapping.wait()
+        unmap(mapping)
+
+    places.patch(monkeypatch, "HostMapping._unmap", slow)
+    bench.sessions.close(bench.session)
+    try:
+        assert is_mapped(bench), "its engine waits for the end"
+    finally:
+        unmapping.set()
+    await until(lambda: not is_mapped(bench))
 
 
 async def test_idle_copier_holds_no_memory(bench: Bench) -> None:
@@ -305,4 +325,5 @@ async def test_idle_copier_holds_no_memory(bench: Bench) -> None:
         await bench.wait(2)
         await until(lambda: len(work.queue) == 0)
         bench.sessions.close(bench.session)
-        assert not bench.memory.mapping.mapped, "copier and thread are idle, and must have let go"
+        # Copier and thread are idle, and must have let go.
+        await until(lambda: not is_mapped(bench))

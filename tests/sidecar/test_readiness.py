@@ -14,7 +14,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from sidecar.service.systemd import Notifier
 from sidecar.service.watchdog import PROBLEMS, Problem, Watchdog
 from sidecar.transport.unix_socket import UnixListener
 from tests import places
+from tests.sidecar.bench import wait_for
 from tests.sidecar.client import (
     WAIT_SECONDS_MAX,
     RunningSidecar,
@@ -59,13 +59,6 @@ def readyz(url: str) -> tuple[int, dict[str, Any]]:
 def codes(document: dict[str, Any]) -> list[str]:
     assert all(one["reason"] for one in document["problems"])
     return [one["code"] for one in document["problems"]]
-
-
-def wait_for(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS_MAX
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def works(sidecar: RunningSidecar) -> None:

@@ -20,6 +20,7 @@ from sidecar.protocol import (
     StoreJob,
 )
 from tests import places
+from tests.sidecar.bench import wait_for
 from tests.sidecar.client import (
     RunningSidecar,
     Scheduler,
@@ -197,6 +198,25 @@ def test_the_status_says_on_which_nodes_host_memory_is(short_directory: Path) ->
     # A kernel that does not tell has none; one that does has a node for each of 64 pages.
     assert sum(sampled.values()) in (0, PAGES_SAMPLED)
     assert {int(node) for node in sampled} <= set(memory_nodes())
+
+
+@pytest.mark.parametrize("room", [None, 1 << 40, 1 << 10])
+def test_kv_memory_is_mapped_ahead_if_the_container_has_room(
+    short_directory: Path,
+    room: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its pages count for the container of the sidecar; beyond its limit the kernel kills it."""
+    places.patch(monkeypatch, "cgroup_room", lambda: (room, "the cgroup /a"))
+    with RunningSidecar(config_in(short_directory)) as sidecar, Worker(sidecar.path) as worker:
+        needed = worker.layout.size_bytes
+        if room is None or room > needed:
+            wait_for(lambda: os.fstat(worker.memory_fd).st_blocks * 512 >= needed)
+            return
+        wait_for(lambda: "KV memory is not mapped ahead" in caplog.text)
+        assert worker.store(1, key_of("chunk"), [0, 1, 2, 3]) is Outcome.OK
+        assert os.fstat(worker.memory_fd).st_blocks * 512 < needed
 
 
 def test_arrow_has_one_thread(sidecar: RunningSidecar) -> None:

@@ -392,6 +392,8 @@ def frozen(world: World, run_hop: Threads) -> Iterator[None]:
     ]
     ours: dict[str, object] = {
         "DedicatedThreads": SimulatedThreads,
+        # A thread of its own would end at a moment of its own.
+        "_unmapping": SimpleNamespace(submit=lambda work: work()),
         "write_skeleton": _write_once,
         # Its length would depend on the machine and the process.
         "holder_name": lambda name: f"{name} on host, pid 1",

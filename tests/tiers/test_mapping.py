@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -88,6 +91,72 @@ def test_file_that_cannot_be_mapped_is_an_error_and_leaves_nothing(tmp_path: Pat
         assert not sizes_of(str(path))
     finally:
         os.close(fd)
+
+
+def test_file_is_mapped_where_the_kernel_has_no_room_for_addresses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with vm.overcommit_memory=2 for memory that a file has already."""
+    map_file = mmap.mmap
+
+    def refuse(fd: int, *args: Any, **kwargs: Any) -> mmap.mmap:
+        if fd == -1:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return map_file(fd, *args, **kwargs)
+
+    with memfd(3 * PAGE) as fd:
+        monkeypatch.setattr(mmap, "mmap", refuse)
+        owner, memory = map_shared(fd, 3 * PAGE)
+        _, reader = map_shared(fd, 3 * PAGE, writable=False)
+        monkeypatch.undo()
+        assert populate(memory)
+        memory[:] = 5
+        assert (reader == 5).all()
+        with pytest.raises(ValueError, match="read-only"):
+            reader[0] = 4
+        assert os.pread(fd, 3 * PAGE, 0) == bytes([5]) * 3 * PAGE
+        del memory
+        owner.close()
+
+
+@pytest.mark.parametrize("nodes", range(2, 9))
+def test_huge_pages_are_on_all_numa_nodes(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Linux's rule: page n of a file is on node n % nodes, a huge page where its first page is.
+
+    This machine has one node, so that the double shows which page is allocated first.
+    """
+    module = places.find("map_shared").module
+    real, touched = vars(module)["_libc"], list[int]()
+
+    class LibcDouble:
+        mmap = real.mmap
+
+        @staticmethod
+        def madvise(address: int, size_bytes: int, advice: int) -> int:
+            if size_bytes == PAGE:
+                touched.append(address)
+            return int(real.madvise(address, size_bytes, advice))
+
+    monkeypatch.setattr(module, "_libc", LibcDouble)
+    count = 48
+    with memfd(count * HUGE_PAGE_BYTES) as fd:
+        _, memory = map_shared(fd, count * HUGE_PAGE_BYTES)
+        for start in range(0, memory.size, 8 * HUGE_PAGE_BYTES):
+            assert populate(memory[start : start + 8 * HUGE_PAGE_BYTES])
+        pages = [(address - memory.ctypes.data) // PAGE for address in touched]
+        assert [page // (HUGE_PAGE_BYTES // PAGE) for page in pages] == list(range(count))
+    on_node = Counter(page % nodes for page in pages)
+    assert len(on_node) == nodes
+    assert max(on_node.values()) <= 2 * min(on_node.values())
+
+
+def test_pages_stay_as_they_are_without_a_collapse() -> None:
+    size_bytes = 2 * HUGE_PAGE_BYTES
+    with memfd(size_bytes) as fd:
+        _, memory = map_shared(fd, size_bytes)
+        assert populate(memory, collapse=False)
+        assert huge_bytes_of(NAME, os.fstat(fd).st_ino) == 0
+        assert os.fstat(fd).st_blocks * 512 == size_bytes
 
 
 @pytest.mark.parametrize("touched", [0, 1, 2, 3])
@@ -215,7 +284,11 @@ def test_pool_is_in_huge_pages(threads: int) -> None:
         pool.close()
 
 
-def test_pool_that_is_taken_over_is_in_huge_pages_once_it_is_mapped_ahead() -> None:
+@pytest.mark.parametrize("nodes", [(), (0,), (0, 1)])
+def test_pool_that_is_taken_over_is_in_huge_pages_once_it_is_mapped_ahead(
+    nodes: tuple[int, ...],
+) -> None:
+    """Not where its small pages are on several nodes: a huge one would move them to one of them."""
     require_huge_pages()
     path = Path(f"/dev/shm/kvlake-test-mapped-{os.getpid()}.pool")
     pool = HostPool.open(path, 9 * HUGE_PAGE_BYTES, prefault=False)
@@ -227,11 +300,14 @@ def test_pool_that_is_taken_over_is_in_huge_pages_once_it_is_mapped_ahead() -> N
     pool.close(keep=True)
     del pool
     pool = HostPool.open(path, 9 * HUGE_PAGE_BYTES)
+    # This machine has one node.
+    pool.placement.nodes = nodes
     try:
         for piece in pool.pieces():
             pool.populate(piece)
         found = path.stat()
-        assert huge_bytes_of(path.name, found.st_ino) == found.st_size - found.st_size % (2 << 20)
+        in_huge_pages = found.st_size - found.st_size % (2 << 20) if len(nodes) < 2 else 0
+        assert huge_bytes_of(path.name, found.st_ino) == in_huge_pages
         assert (pool.memory[slot : slot + PAGE] == 9).all()
     finally:
         pool.close()

@@ -36,6 +36,11 @@ _MADV_POPULATE_WRITE: Final = 23
 _MADV_COLLAPSE: Final = 25
 _COLLAPSE_ATTEMPTS_MAX: Final = 2
 """Pages that another thread has just allocated may still be on their way to the kernel's lists."""
+_FIRST_PAGES_STEP: Final = 181
+"""From one huge page to the next, how much later the page lies that is allocated first, round and
+round. The kernel interleaves NUMA nodes by the number of a page, and a huge page comes to lie where
+its first page does. With this step those are in turn on any number of nodes; without one all are
+on one."""
 
 # Through ctypes: Python's mmap takes no address, and its madvise() holds the GIL.
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -55,17 +60,25 @@ def map_shared(fd: int, size_bytes: int, *, writable: bool = True) -> tuple[mmap
     """The first `size_bytes` of a file, mapped at a multiple of 2 MiB, outside of core dumps.
 
     Returns the owner of the mapping and its bytes, which may be written to if `writable`. The
-    mapping ends when the owner is closed, or with the last array over it. Raises `OSError`.
+    mapping ends when the owner is closed, or with the last array over it. Where the kernel has no
+    room for the addresses, the file is mapped at any page. Raises `OSError`.
     """
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     # Addresses only, of which a part is mapped to the file. The owner unmaps all of them. On a
     # hugetlbfs the kernel maps whole huge pages, so there is room for the rest of one.
-    owner = mmap.mmap(-1, size_bytes + 2 * HUGE_PAGE_BYTES, flags=private)
+    try:
+        owner = mmap.mmap(-1, size_bytes + 2 * HUGE_PAGE_BYTES, flags=private)
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        # With vm.overcommit_memory=2 they count as memory, also where the file has its own already.
+        owner = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED, prot=access)
+        return owner, np.frombuffer(owner, dtype=np.uint8)
     reserved = np.frombuffer(owner, dtype=np.uint8)
     first = -reserved.ctypes.data % HUGE_PAGE_BYTES
     memory: Bytes = reserved[first : first + size_bytes]
     memory.flags.writeable = writable
-    access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     shared = mmap.MAP_SHARED | _MAP_FIXED
     if _libc.mmap(memory.ctypes.data, size_bytes, access, shared, fd, 0) == _MAP_FAILED:
         raise _os_error()
@@ -75,22 +88,24 @@ def map_shared(fd: int, size_bytes: int, *, writable: bool = True) -> tuple[mmap
     return owner, memory
 
 
-def populate(memory: Bytes) -> bool:
+def populate(memory: Bytes, *, collapse: bool = True) -> bool:
     """Allocate and map every page of `memory`, which starts on one, in huge pages where they fit.
 
     Its contents stay, and others may use it meanwhile. Holds no GIL: this takes milliseconds for
-    every 16 MiB. Memory that may only be read is mapped in the pages that it has. False on a kernel
-    before 5.14. Raises `OSError` without memory for it.
+    every 16 MiB. Memory that may only be read, or without `collapse`, is mapped in the pages that
+    it has. A huge page lies on the NUMA node of most of its pages, and is charged to this process.
+    False on a kernel before 5.14. Raises `OSError` without memory for it.
     """
     advice = _MADV_POPULATE_WRITE if memory.flags.writeable else _MADV_POPULATE_READ
     address, end = memory.ctypes.data, memory.ctypes.data + memory.size
     first = address + -address % HUGE_PAGE_BYTES
     huge_bytes = (end - first) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-    if huge_bytes > 0 and memory.flags.writeable:
+    if huge_bytes > 0 and memory.flags.writeable and collapse:
         # A collapse fills what is missing, but not where there is no page at all. One page each is
         # five times faster than all of them.
         for start in range(first, first + huge_bytes, HUGE_PAGE_BYTES):
-            _libc.madvise(start, mmap.PAGESIZE, advice)
+            step_bytes = start // HUGE_PAGE_BYTES * _FIRST_PAGES_STEP * mmap.PAGESIZE
+            _libc.madvise(start + step_bytes % HUGE_PAGE_BYTES, mmap.PAGESIZE, advice)
         for _ in range(_COLLAPSE_ATTEMPTS_MAX):
             if _libc.madvise(first, huge_bytes, _MADV_COLLAPSE) == 0:
                 break

@@ -294,7 +294,8 @@ class HostPool:
         In any thread, while the pool is open. Raises `OSError`.
         """
         piece = self._file[start : start + POPULATE_BYTES_PER_CALL]
-        if not populate(piece):
+        # Small pages that an earlier release interleaved would all move to one node.
+        if not populate(piece, collapse=len(self.placement.nodes) <= 1):
             # Kernels before 5.14: an access maps a page.
             piece[::PAGE_BYTES].max(initial=0)
 
