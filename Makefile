@@ -26,7 +26,7 @@
 #   make clean    removes the environments, builds and caches
 #
 # Variables: PYTHON=python3.12 picks the interpreter, VLLM=vllm sets up for a GPU machine, RELEASE=0.31.0
-# takes that release of vLLM, in an environment of its own (.venv-0.31.0). For the two of a GPU:
+# takes that release of vLLM, in an environment of its own (.venv-0.31.0). For the three of a GPU:
 # GPU_PYTHON=python3 is one that has torch with CUDA, WHEELS=folder has what else it lacks.
 
 SHELL := /bin/bash

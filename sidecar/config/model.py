@@ -152,6 +152,10 @@ def schema() -> str:
     for section in document["$defs"].values():
         for name, value in section["properties"].items():
             section["properties"][name] = _or_variable(value)
+    for section in document["properties"].values():
+        if "$ref" in section:
+            # One with comments alone is empty.
+            section["anyOf"] = [{"$ref": section.pop("$ref")}, {"type": "null"}]
     document["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     document["title"] = "kvlake sidecar configuration"
     return json.dumps(document, indent=2) + "\n"

@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 import yaml
 
+from sidecar.cli.run.engine_command import own_chunk_tokens
 from sidecar.config.model import Config, ConfigError, load, loads, schema, show
 from sidecar.config.sections import RuntimeSettings
 from sidecar.config.store import StoreSettings
@@ -278,6 +279,13 @@ def test_a_socket_path_too_long_for_linux_is_refused() -> None:
 
 def test_the_default_file_has_the_default_values() -> None:
     assert load(CONFIGS / "default.yaml").model_dump() == Config().model_dump()
+
+
+def test_engines_choose_their_chunks_with_every_file() -> None:
+    # With a number of its own, a file would refuse a model whose blocks do not divide 256 tokens.
+    for file in CONFIGS.glob("*.yaml"):
+        config = load(file, environment={"KVLAKE_BUCKET": "b"})
+        assert own_chunk_tokens(config) is None, file
 
 
 def test_the_default_file_has_every_setting() -> None:
