@@ -21,7 +21,7 @@ from tiers.cuda.stream_fence import StreamFence
 from tiers.errors import LayoutError
 from tiers.kv.fence import WorkerFence
 from tiers.kv.layout import KVLayout, Segment
-from tiers.kv.mapping import map_shared
+from tiers.kv.mapping import map_shared, place_as_here
 from tiers.kv.memfd import sealed_memfd
 
 
@@ -90,6 +90,7 @@ class MemfdAllocation(TorchFunctionMode):
         except OSError:
             os.close(fd)
             raise
+        place_as_here(memory)
         # The tensor keeps the mapping alive through the buffer it was made from.
         tensor = torch.frombuffer(memory, dtype=dtype, count=size_bytes)
         self.fd = fd

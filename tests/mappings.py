@@ -6,9 +6,13 @@ inode where a count or a sum must be exact.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 import re
 from pathlib import Path
+
+import pytest
 
 
 def sizes_of(name: str) -> dict[int, int]:
@@ -53,3 +57,16 @@ def huge_bytes_of(name: str, inode: int) -> int:
 def open_fds() -> int:
     """Descriptors that this process has open."""
     return len(os.listdir("/proc/self/fd"))
+
+
+def policy_at(address: int) -> tuple[int, int]:
+    """The NUMA policy of an address, as the kernel has it: its mode and the nodes as bits."""
+    mode, nodes = ctypes.c_int(-1), ctypes.c_ulong(0)
+    libc = ctypes.CDLL(None, use_errno=True)
+    get_policy = {"x86_64": 239, "aarch64": 236}[platform.machine()]
+    # The policy at an address, not the thread's own.
+    flags, bits = ctypes.c_ulong(2), ctypes.c_ulong(64)
+    page = ctypes.c_ulong(address)
+    if libc.syscall(get_policy, ctypes.byref(mode), ctypes.byref(nodes), bits, page, flags):
+        pytest.skip(f"this kernel or container tells no policy: {os.strerror(ctypes.get_errno())}")
+    return mode.value, nodes.value

@@ -12,7 +12,7 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from connector.export import ExportedMemory, ExportRefused, GroupTensors, MemfdAllocation, export
-from tests.mappings import flags_of
+from tests.mappings import flags_of, policy_at
 from tests.offsets import offset_of
 from tiers.errors import LayoutError
 from tiers.kv.layout import Segment
@@ -73,6 +73,13 @@ class TestMemfdAllocation:
         check_shared(memory, caches)
         memory.close()
         memory.close()
+
+    def test_its_pages_are_on_the_node_of_the_engine(self) -> None:
+        """Also those that a sidecar touches first, which maps them ahead."""
+        with MemfdAllocation():
+            cache = torch.zeros(4096, dtype=torch.int8)
+        _, nodes = policy_at(cache.data_ptr())
+        assert nodes != 0
 
     def test_its_size_is_sealed(self) -> None:
         with MemfdAllocation() as allocation:

@@ -11,6 +11,7 @@ import ctypes
 import errno
 import mmap
 import os
+import platform
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -21,9 +22,9 @@ import numpy as np
 import pytest
 
 from tests import places
-from tests.mappings import flags_of, huge_bytes_of, open_fds, sizes_of
+from tests.mappings import flags_of, huge_bytes_of, open_fds, policy_at, sizes_of
 from tiers.kv.index import IndexReader, IndexWriter
-from tiers.kv.mapping import HUGE_PAGE_BYTES, map_shared, populate
+from tiers.kv.mapping import HUGE_PAGE_BYTES, map_shared, place_as_here, populate
 from tiers.kv.memfd import sealed_memfd
 from tiers.pool.host_pool import HostPool
 
@@ -148,6 +149,33 @@ def test_huge_pages_are_on_all_numa_nodes(nodes: int, monkeypatch: pytest.Monkey
     on_node = Counter(page % nodes for page in pages)
     assert len(on_node) == nodes
     assert max(on_node.values()) <= 2 * min(on_node.values())
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_memory_of_an_engine_is_placed_by_its_policy_for_everybody(*, bound: bool) -> None:
+    """A sidecar that touches the pages first puts them on the engine's node, and not on its own."""
+    default, preferred, bind = 0, 1, 2
+    with memfd(PAGE) as fd:
+        _, engine = map_shared(fd, PAGE)
+        _, sidecar = map_shared(fd, PAGE)
+        assert policy_at(sidecar.ctypes.data)[0] == default
+        placed = list[bool]()
+
+        def place() -> None:
+            if bound:
+                # As vLLM binds its workers, for this thread alone.
+                call = {"x86_64": 238, "aarch64": 237}[platform.machine()]
+                nodes = ctypes.c_ulong(1)
+                ctypes.CDLL(None).syscall(call, bind, ctypes.byref(nodes), ctypes.c_ulong(64))
+            placed.append(place_as_here(engine))
+
+        thread = threading.Thread(target=place)
+        thread.start()
+        thread.join()
+        assert placed == [True]
+        mode, nodes = policy_at(sidecar.ctypes.data)
+        assert mode == (bind if bound else preferred)
+        assert nodes == 1 if bound else nodes.bit_count() == 1
 
 
 def test_pages_stay_as_they_are_without_a_collapse() -> None:

@@ -1,7 +1,8 @@
 """Mappings of memory that processes share: where they lie, and pages allocated ahead of use.
 
-Owns the placement of a mapping, huge pages, and keeping prompts out of core dumps. Does not own
-descriptors (`memfd.py`), or what is in the memory.
+Owns the placement of a mapping, huge pages, the NUMA nodes of an engine's memory, and keeping
+prompts out of core dumps. Does not own the nodes of the pool (`pool/numa.py`), descriptors
+(`memfd.py`), or what is in the memory.
 
 A copy into pages that are not mapped takes a fault for each, which makes it three times slower. A
 copy of memory that was idle looks up the address of each page, in a virtual machine twice: on two
@@ -19,6 +20,7 @@ import ctypes
 import errno
 import mmap
 import os
+import platform
 from typing import Final
 
 import numpy as np
@@ -42,6 +44,14 @@ round. The kernel interleaves NUMA nodes by the number of a page, and a huge pag
 its first page does. With this step those are in turn on any number of nodes; without one all are
 on one."""
 
+_CALLS: Final = {"x86_64": (237, 239, 309), "aarch64": (235, 236, 168)}
+"""mbind, get_mempolicy, getcpu."""
+_POLICY_DEFAULT: Final = 0
+_POLICY_PREFERRED: Final = 1
+_POLICY_LOCAL: Final = 4
+_NODES_MAX: Final = 1024
+_WORD_BITS: Final = 64
+
 # Through ctypes: Python's mmap takes no address, and its madvise() holds the GIL.
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -54,6 +64,7 @@ _libc.mmap.argtypes = [
     ctypes.c_long,
 ]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.syscall.restype = ctypes.c_long
 
 
 def map_shared(fd: int, size_bytes: int, *, writable: bool = True) -> tuple[mmap.mmap, Bytes]:
@@ -116,6 +127,35 @@ def populate(memory: Bytes, *, collapse: bool = True) -> bool:
     if ctypes.get_errno() == errno.EINVAL:
         return False
     raise _os_error()
+
+
+def place_as_here(memory: Bytes) -> bool:
+    """Have pages of shared memory lie on the NUMA nodes of this thread, also if others touch them.
+
+    Call it before they are touched: an engine binds itself to the node of its cores, and the
+    sidecar, which maps the engine's memory ahead, runs on any. False where the kernel or a
+    container does not allow it; then a page lies on the node of the thread that touches it first.
+    """
+    calls = _CALLS.get(platform.machine())
+    if calls is None:
+        return False
+    mbind, get_policy, get_cpu = calls
+    mode, nodes = ctypes.c_int(), (ctypes.c_ulong * (_NODES_MAX // _WORD_BITS))()
+    # The kernel uses one bit less.
+    bits, none = ctypes.c_ulong(_NODES_MAX + 1), ctypes.c_ulong(0)
+    if _libc.syscall(get_policy, ctypes.byref(mode), nodes, bits, none, none):
+        return False
+    if mode.value in (_POLICY_DEFAULT, _POLICY_LOCAL):
+        node = ctypes.c_uint()
+        if _libc.syscall(get_cpu, None, ctypes.byref(node), None):
+            return False
+        mode.value, nodes[node.value // _WORD_BITS] = (
+            _POLICY_PREFERRED,
+            1 << node.value % _WORD_BITS,
+        )
+    address, size_bytes = ctypes.c_ulong(memory.ctypes.data), ctypes.c_ulong(memory.size)
+    policy = ctypes.c_long(mode.value)
+    return not _libc.syscall(mbind, address, size_bytes, policy, nodes, bits, none)
 
 
 def _os_error() -> OSError:
