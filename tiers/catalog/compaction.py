@@ -111,7 +111,7 @@ class _Compaction:
 
     async def run(self) -> CompactionReport:
         work = self._work
-        state = await load(work.files, work.now_seconds)
+        state = await load(work.files, work.now_seconds, work.check_lease)
         self._report.logs_left = state.left
         if state.next_generation > NUMBER_MAX:
             raise TierUnavailable(

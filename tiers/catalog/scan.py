@@ -13,9 +13,9 @@ Invariants: nothing is written; a file that is broken or lost is left out and ma
 suspect; no file of a writer's log is taken before those with lower numbers, unless they are lost.
 """
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeVar, TypeVarTuple
+from typing import Final, TypeAlias, TypeVar, TypeVarTuple
 
 import anyio
 import anyio.lowlevel
@@ -29,6 +29,8 @@ from tiers.catalog.rows import FILE_BYTES_MAX, Rows, joined
 from tiers.errors import ChunkMissing
 from tiers.store.client import Found, Listing
 
+Check: TypeAlias = Callable[[], Awaitable[None]]
+"""Returns while the work may go on."""
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
@@ -84,10 +86,11 @@ class CatalogState:
         return max(self.contents.manifests, default=self.manifest.generation) + 1
 
 
-async def load(files: Files, now_seconds: float) -> CatalogState:
+async def load(files: Files, now_seconds: float, check_lease: Check) -> CatalogState:
     """The catalog in `files`' folder; `now_seconds` is by the store's clock.
 
-    Raises the tier's errors, and `Superseded`.
+    `check_lease` is called before every few files: they may take longer than a lease lasts. Raises
+    what it raises, the tier's errors, and `Superseded`.
     """
     state, logs = await _begin(files, now_seconds)
     parts: list[Rows] = []
@@ -96,13 +99,14 @@ async def load(files: Files, now_seconds: float) -> CatalogState:
         if num_rows >= FRESH_ROWS_MAX:
             break
         some = logs[first : first + READS_MAX]
+        await check_lease()
         found = await _read(files, [one.found for one in some])
         state.logs += some
         parts += [rows for rows in found if rows is not None]
         num_rows += sum(len(rows) for rows in found if rows is not None)
         state.suspect |= None in found
     state.left = len(logs) - len(state.logs)
-    overlays = await _overlays(files, state)
+    overlays = await _overlays(files, state, check_lease)
     state.log_rows = await anyio.to_thread.run_sync(_merge, parts)
     state.fresh = state.log_rows
     if overlays:
@@ -120,10 +124,17 @@ async def _begin(files: Files, now_seconds: float) -> tuple[CatalogState, list[L
     return CatalogState(contents, manifest, suspect=broken or gaps), logs
 
 
-async def _overlays(files: Files, state: CatalogState) -> list[Rows]:
+async def _overlays(
+    files: Files, state: CatalogState, check_lease: Check | None = None
+) -> list[Rows]:
     """The snapshots beyond the base."""
     names = state.manifest.snapshots[state.manifest.base :]
-    found = await _read(files, [Found(name, FILE_BYTES_MAX, 0.0) for name in names])
+    wanted = [Found(name, FILE_BYTES_MAX, 0.0) for name in names]
+    found: list[Rows | None] = []
+    for first in range(0, len(wanted), READS_MAX):
+        if check_lease is not None:
+            await check_lease()
+        found += await _read(files, wanted[first : first + READS_MAX])
     state.suspect |= None in found
     return [rows for rows in found if rows is not None]
 

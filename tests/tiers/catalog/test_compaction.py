@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -31,7 +33,7 @@ from tiers.catalog.names import (
 from tiers.catalog.reader import CatalogReader
 from tiers.catalog.retention import Reasons, RetentionLimits, RetentionReason, RetentionRules
 from tiers.catalog.rows import Row, Rows
-from tiers.catalog.scan import Superseded
+from tiers.catalog.scan import READS_MAX, Superseded
 from tiers.catalog.usage import Usage
 from tiers.errors import TierUnavailable
 
@@ -390,6 +392,36 @@ async def test_a_round_ends_when_the_lease_is_lost(world: World) -> None:
         await compact(world.tier, PREFIX, plan, world.bucket.now, renew_lease=lost)
     assert not world.bucket.names(f"{FOLDER}/manifest")
     assert not world.bucket.names(f"{FOLDER}/snapshot")
+
+
+async def test_the_lease_is_renewed_while_files_are_read(world: World) -> None:
+    """To read hours of logs takes longer than a lease lasts."""
+    for number in range(40):
+        await world.write(number)
+        await world.log.flush()
+        if number < 20:
+            await world.compact(major=False)
+    read_since: list[int] = []
+    reads = 0
+    inner = world.tier.read
+
+    async def read(*args: Any, **kwargs: Any) -> int:
+        nonlocal reads
+        reads += 1
+        return await inner(*args, **kwargs)
+
+    async def renewed() -> bool:
+        nonlocal reads
+        read_since.append(reads)
+        reads = 0
+        return True
+
+    with mock.patch.object(world.tier, "read", read):
+        plan = CompactionPlan(RetentionRules(), GRACE, KEEP)
+        await compact(world.tier, PREFIX, plan, world.bucket.now, renew_lease=renewed)
+    # Beside a few files, the manifest was read.
+    assert max(read_since) <= READS_MAX + 1
+    assert sum(read_since) >= 40
 
 
 async def test_clocks_of_writers_that_are_off_lose_nothing_that_is_young(world: World) -> None:
