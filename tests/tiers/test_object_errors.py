@@ -7,8 +7,16 @@ import socket
 import ssl
 
 import pytest
+from obstore.exceptions import AlreadyExistsError
 
-from tiers.errors import ChunkMissing, ImageTruncated, TierError, TierFull, TierUnavailable
+from tiers.errors import (
+    ChunkMissing,
+    ImageTruncated,
+    ObjectExists,
+    TierError,
+    TierFull,
+    TierUnavailable,
+)
 from tiers.redaction import Redactor, mask_url, mask_urls, masked
 from tiers.store.errors import (
     CHAIN_LENGTH_MAX,
@@ -68,6 +76,7 @@ def outcome(error: Exception) -> tuple[type[TierError], bool | None]:
 LATER = (TierUnavailable, True)
 STOP = (TierUnavailable, False)
 MISSING = (ChunkMissing, None)
+EXISTS = (ObjectExists, None)
 EMPTY = (ImageTruncated, None)
 FULL = (TierFull, None)
 
@@ -149,6 +158,23 @@ def test_the_servers_code_counts_more_than_the_clients_exception() -> None:
     # An ingress whose store restarts.
     error.__cause__ = Answered("404", 404)
     assert outcome(error) == LATER
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("ConditionalRequestConflict", LATER),
+        ("OperationAborted", LATER),
+        ("PreconditionFailed", EXISTS),
+        ("Unheard", EXISTS),
+    ],
+)
+def test_a_409_that_says_to_try_again_is_no_object_that_exists(
+    code: str, expected: tuple[type[TierError], bool | None]
+) -> None:
+    """For obstore every 409 is an `AlreadyExistsError`."""
+    answer = f"status code: 409 Conflict: <Error><Code>{code}</Code></Error>"
+    assert outcome(AlreadyExistsError(answer)) == expected
 
 
 def test_the_reason_is_found_behind_a_general_error() -> None:

@@ -234,11 +234,12 @@ def _by_obstore(error: BaseException) -> str | None:
     kind, text = type(error), str(error)
     if not kind.__module__.startswith("obstore") and _OBSTORE_DETAIL not in text:
         return None
-    if kind.__name__ == "AlreadyExistsError":
-        return "exists"
     code, status = _OBSTORE_CODE.search(text), _OBSTORE_STATUS.search(text)
     if code is not None and code[1] in _BY_CODE:
         return _BY_CODE[code[1]]
+    # Every answer 409 is one, also those whose code says to try again.
+    if kind.__name__ == "AlreadyExistsError":
+        return "exists"
     if status is not None and "token request" not in text:
         return _by_status(int(status[1]))
     return next((cause for words, cause in _BY_TEXT.items() if words in text), None)
