@@ -110,6 +110,9 @@ def test_file_is_mapped_where_the_kernel_has_no_room_for_addresses(
         owner, memory = map_shared(fd, 3 * PAGE)
         _, reader = map_shared(fd, 3 * PAGE, writable=False)
         monkeypatch.undo()
+        found = flags_of(NAME, os.fstat(fd).st_ino)
+        assert len(found) == 2
+        assert all("dd" in flags for flags in found), "in no core dump"
         assert populate(memory)
         memory[:] = 5
         assert (reader == 5).all()

@@ -85,14 +85,15 @@ def map_shared(fd: int, size_bytes: int, *, writable: bool = True) -> tuple[mmap
             raise
         # With vm.overcommit_memory=2 they count as memory, also where the file has its own already.
         owner = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED, prot=access)
-        return owner, np.frombuffer(owner, dtype=np.uint8)
-    reserved = np.frombuffer(owner, dtype=np.uint8)
-    first = -reserved.ctypes.data % HUGE_PAGE_BYTES
-    memory: Bytes = reserved[first : first + size_bytes]
-    memory.flags.writeable = writable
-    shared = mmap.MAP_SHARED | _MAP_FIXED
-    if _libc.mmap(memory.ctypes.data, size_bytes, access, shared, fd, 0) == _MAP_FAILED:
-        raise _os_error()
+        memory: Bytes = np.frombuffer(owner, dtype=np.uint8)
+    else:
+        reserved = np.frombuffer(owner, dtype=np.uint8)
+        first = -reserved.ctypes.data % HUGE_PAGE_BYTES
+        memory = reserved[first : first + size_bytes]
+        memory.flags.writeable = writable
+        shared = mmap.MAP_SHARED | _MAP_FIXED
+        if _libc.mmap(memory.ctypes.data, size_bytes, access, shared, fd, 0) == _MAP_FAILED:
+            raise _os_error()
     # It contains prompts, and is large.
     with contextlib.suppress(OSError):
         owner.madvise(mmap.MADV_DONTDUMP)
