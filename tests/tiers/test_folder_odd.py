@@ -15,7 +15,7 @@ import anyio
 import pytest
 
 from tests.tiers.tier_suite import NAME, image_of, sized, slot
-from tiers.errors import ChunkMissing, ObjectDenied, ObjectOdd
+from tiers.errors import ChunkMissing, ObjectDenied, ObjectOdd, TierUnavailable
 from tiers.store.object_tier import UrlObjects
 
 READERS: Final = 4
@@ -95,36 +95,74 @@ async def test_a_listing_continues_after_a_folder_that_cannot_be_opened(
     assert tier.entries_skipped == 1
 
 
-async def test_an_entry_that_cannot_be_examined_is_skipped(
-    tier: UrlObjects, root: Path, monkeypatch: pytest.MonkeyPatch
+class Unwell:
+    """An entry that cannot be examined."""
+
+    def __init__(self, entry: os.DirEntry[str], code: int, *, by_kind: bool) -> None:
+        self.name, self.path, self._entry = entry.name, entry.path, entry
+        self._code = code if entry.name.startswith("unwell") else 0
+        self._by_kind = by_kind
+
+    def is_dir(self, *, follow_symlinks: bool) -> bool:
+        if self._by_kind and self._code:
+            # A file system that does not say what an entry is has to be asked.
+            raise OSError(self._code, os.strerror(self._code))
+        return self._entry.is_dir(follow_symlinks=follow_symlinks)
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        if self._code:
+            raise OSError(self._code, os.strerror(self._code))
+        return self._entry.stat(follow_symlinks=follow_symlinks)
+
+
+class Listed(list[Unwell]):
+    def __enter__(self) -> Listed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("by_kind", [False, True])
+@pytest.mark.parametrize(
+    ("code", "entries", "skipped"),
+    [
+        (errno.EIO, 1, 1),
+        (errno.EIO, 2, None),
+        (errno.EUCLEAN, 1, 1),
+        (errno.EACCES, 3, 3),
+        (errno.ENOENT, 3, 0),
+        (errno.ESTALE, 3, 0),
+        (errno.ETIMEDOUT, 1, None),
+        (errno.ENOTCONN, 1, None),
+    ],
+)
+async def test_listing_omits_a_damaged_entry_and_fails_where_the_store_does(
+    tier: UrlObjects,
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    entries: int,
+    skipped: int | None,
+    *,
+    by_kind: bool,
 ) -> None:
-    class Unwell:
-        """An entry whose inode is damaged."""
-
-        def __init__(self, entry: os.DirEntry[str]) -> None:
-            self.name, self.path, self._entry = entry.name, entry.path, entry
-
-        def is_dir(self, *, follow_symlinks: bool) -> bool:
-            return self._entry.is_dir(follow_symlinks=follow_symlinks)
-
-        def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-            if self.name == "damaged":
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            return self._entry.stat(follow_symlinks=follow_symlinks)
-
-    class Listed(list[Unwell]):
-        def __enter__(self) -> Listed:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
+    """Who lists takes an object for gone that the listing omits."""
     await tier.write(NAME, image_of(10))
-    (root / "damaged").touch()
+    for number in range(entries):
+        (root / f"unwell-{number}").touch()
     scandir = os.scandir
-    monkeypatch.setattr(os, "scandir", lambda path: Listed(map(Unwell, scandir(path))))
-    assert sized(await tier.list("")) == [(NAME, 10)]
-    assert tier.entries_skipped == 1
+    monkeypatch.setattr(
+        os,
+        "scandir",
+        lambda path: Listed(Unwell(entry, code, by_kind=by_kind) for entry in scandir(path)),
+    )
+    if skipped is None:
+        with pytest.raises(TierUnavailable):
+            await tier.list("")
+    else:
+        assert sized(await tier.list("")) == [(NAME, 10)]
+        assert tier.entries_skipped == skipped
 
 
 async def test_a_folder_in_an_objects_place_is_no_object(tier: UrlObjects, root: Path) -> None:

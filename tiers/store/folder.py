@@ -54,8 +54,12 @@ DIRECT_BYTES_MIN: Final = 256 * 1024
 
 _NO_WAY_THERE: Final = (errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 _GONE_OR_ODD: Final = (*_NO_WAY_THERE, errno.ENOENT, errno.EACCES, errno.EPERM)
-"""Errors of a single folder in a listing. Others may be those of the disk or the server, and a
+"""Errors of a single entry in a listing. Others may be those of the disk or the server, and a
 listing that ignores them would report objects as gone."""
+_DAMAGED: Final = (errno.EIO, errno.EUCLEAN, errno.EBADMSG)
+"""Errors of a single damaged file, but also of a disk or a server that fails."""
+DAMAGED_MAX: Final = 1
+"""Damaged entries that one listing omits. With more, the disk or the server is the cause."""
 
 _log = logging.getLogger(__name__)
 
@@ -263,6 +267,7 @@ class LocalFolder:
     def _find(self, folder: str, *, deep: bool) -> Listing:
         self._require_root()
         found: Listing = []
+        damaged = 0
         pending = [folder]
         dead_before = time.time() - TEMPORARY_SECONDS_MAX
         while pending:
@@ -279,21 +284,24 @@ class LocalFolder:
             with entries:
                 for entry in entries:
                     name = f"{inner}/{entry.name}" if inner else entry.name
-                    if not entry.is_dir(follow_symlinks=False):
-                        found.extend(self._found_file(entry, name, dead_before))
-                    elif deep:
-                        pending.append(name)
-                    else:
-                        found.append(Found(f"{name}/", 0, 0.0))
+                    try:
+                        if not entry.is_dir(follow_symlinks=False):
+                            found.extend(self._found_file(entry, name, dead_before))
+                        elif deep:
+                            pending.append(name)
+                        else:
+                            found.append(Found(f"{name}/", 0, 0.0))
+                    except OSError as error:
+                        damaged += error.errno in _DAMAGED
+                        of_entry = error.errno in (*_GONE_OR_ODD, errno.ESTALE, *_DAMAGED)
+                        if not of_entry or damaged > DAMAGED_MAX:
+                            raise
+                        self.entries_skipped += error.errno not in (errno.ENOENT, errno.ESTALE)
         return found
 
     def _found_file(self, entry: os.DirEntry[str], name: str, dead_before: float) -> Listing:
         """The line of one file; none for a temporary one, which is removed when it is old."""
-        try:
-            status = entry.stat(follow_symlinks=False)
-        except OSError as error:
-            self.entries_skipped += error.errno != errno.ENOENT
-            return []
+        status = entry.stat(follow_symlinks=False)
         if not stat.S_ISREG(status.st_mode):
             self.entries_skipped += 1
         elif not entry.name.endswith(TEMPORARY_SUFFIX):
