@@ -226,9 +226,11 @@ class _Compaction:
         if grace_runs:
             grace_begins = done.restart_grace
         else:
-            # What the manifest before withdrew does not begin its grace again.
+            # What the manifest before withdrew does not begin its grace again, except for what may
+            # not be deleted yet: otherwise each compaction would go through everything for it.
             grace_begins = (
                 bool(report.withdrawn or report.lost)
+                or (deletes and withdrawn > done.late_rows)
                 or not before.base_withdrawn
                 or bool(np.any(state.fresh.size_bytes == 0))
             )

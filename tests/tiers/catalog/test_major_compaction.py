@@ -76,6 +76,24 @@ async def test_what_others_withdraw_while_a_base_waits_has_a_grace_of_its_own(
     assert world.there() == set(range(10, 20)) == await world.offered()
 
 
+async def test_row_that_may_not_be_deleted_makes_no_compaction_due_before_another_grace(
+    world: World,
+) -> None:
+    """An object that is written again, and whose writer dies before it announces it."""
+    bounds = RetentionRules(ttl_seconds=1000.0)
+    await world.write(1, 2)
+    world.bucket.now += 2000
+    assert (await world.compact(bounds, major=False)).withdrawn == 2
+    world.bucket.now += GRACE + 1
+    await world.put(1)
+    for deleted in (1, 0):
+        report = await world.compact(bounds, major=False)
+        assert (report.major, report.deleted, report.waiting) == (True, deleted, 1)
+        assert not (await world.compact(bounds, major=False)).major
+        world.bucket.now += GRACE + 1
+    assert world.there() == {1}
+
+
 async def test_many_rows_that_others_withdraw_make_a_base_wait_again(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
