@@ -123,8 +123,8 @@ async def collect(
 ) -> tuple[list[CompactionReport], TierError | None]:
     """One round: a compaction of each namespace, under a lease that is held.
 
-    A namespace that fails does not stop the others. Returns their reports, and the first error.
-    Raises `Superseded`.
+    A namespace that fails, or that another process compacts meanwhile, does not stop the others.
+    Returns their reports, and the first error. Raises `Superseded` if the lease is lost.
     """
     reports: list[CompactionReport] = []
     failure: TierError | None = None
@@ -137,6 +137,10 @@ async def collect(
             )
         except TierError as error:
             failure = failure or error
+        except Superseded:
+            # Another process has compacted this namespace, or it has the lease.
+            if not await lease.renew(now=True):
+                raise
         else:
             reports.append(report)
     return reports, failure

@@ -10,10 +10,11 @@ import pytest
 from sidecar.catalog.garbage_collector import Collected, Collector, collect, namespaces
 from sidecar.catalog.sync import StoreHealth
 from sidecar.config.model import loads
+from tests import places
 from tests.tiers.catalog.bucket import Bucket, View
 from tiers.catalog.lease import CatalogLease
 from tiers.catalog.log import LogWriter, new_writer
-from tiers.catalog.major_compaction import CompactionPlan
+from tiers.catalog.major_compaction import CompactionPlan, CompactionReport
 from tiers.catalog.manifest import Counts
 from tiers.catalog.names import (
     NUMBER_MAX,
@@ -24,6 +25,7 @@ from tiers.catalog.names import (
 )
 from tiers.catalog.retention import RetentionRules
 from tiers.catalog.rows import Row
+from tiers.catalog.scan import Superseded
 from tiers.errors import TierExpired
 
 if TYPE_CHECKING:
@@ -79,6 +81,35 @@ async def test_a_namespace_that_fails_does_not_keep_those_after_it_from_their_ro
     for prefix in prefixes:
         made = bucket.names(f"{catalog_folder(prefix)}/manifest")
         assert len(made) == (prefix != prefixes[0])
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["lease held", "lease lost"])
+async def test_namespaces_after_one_that_another_process_compacts_are_compacted_with_the_lease(
+    monkeypatch: pytest.MonkeyPatch, *, lost: bool
+) -> None:
+    view = View(Bucket())
+    lease = CatalogLease(view, "a test", seconds=60)
+    assert await lease.acquire()
+    compacted: list[str] = []
+
+    async def superseded(_: object, prefix: str, *__: object, **___: object) -> CompactionReport:
+        compacted.append(prefix)
+        if prefix == "first":
+            if lost:
+                await lease.release()
+            raise Superseded("generation 7 is there already")
+        return CompactionReport(prefix)
+
+    places.patch(monkeypatch, "compact", superseded)
+    plan = CompactionPlan(RetentionRules(), 300.0, 600.0)
+    work = collect(view, lease, plan, ["first", "second"], Counts())
+    if lost:
+        with pytest.raises(Superseded):
+            await work
+    else:
+        reports, failure = await work
+        assert ([report.prefix for report in reports], failure) == (["second"], None)
+    assert compacted == (["first"] if lost else ["first", "second"])
 
 
 async def test_a_namespace_that_always_fails_takes_nothing_from_the_counts_nor_from_the_leftovers(
