@@ -144,7 +144,7 @@ class Lookups(CorePart):
                 self.waiters.setdefault(chunk, {})[lookup] = None
         # Copied: a chunk that turns out to be unreadable cuts the run.
         for chunk in list(lookup.chunks):
-            if not chunk.loadable and not lookup.answered:
+            if chunk in lookup.waits and not lookup.answered:
                 self._enqueue(chunk, [lookup])
         self._answer_if_done(lookup)
 

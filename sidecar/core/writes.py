@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeVar
 
 from sidecar.core.breaker import Breaker
-from sidecar.core.commands import StoreOutcome, Write, WriteCause, Written
+from sidecar.core.commands import Resume, StoreOutcome, Write, WriteCause, Written
 from sidecar.core.directory import Chunk, HostSegment
 from sidecar.core.outbox import CorePart, CoreParts, Sampling, WritePolicy
 from sidecar.core.store_view import StoreView
@@ -27,6 +27,8 @@ K = TypeVar("K")
 
 WRITE_TRIES_MAX: Final = 3
 
+RESTORED_PER_EVENT_MAX: Final = 64
+"""Restored chunks that one event examines: each takes a few microseconds of the event loop."""
 AHEAD_SHARE: Final = 1 / 8
 """Part of the pool, from the cold end, that `on_evict` keeps free or written."""
 AHEAD_STEPS: Final = 16
@@ -212,10 +214,14 @@ class Writes(CorePart):
         """Start as many writes as may run."""
         if self._policy is WritePolicy.ON_EVICT:
             self._write_ahead()
+        left = RESTORED_PER_EVENT_MAX
         while len(self._running) < self._limits.writes_inflight_max and self.breaker.passes(now):
-            while not self.pending and (restored := self._next_restored()) is not None:
+            while not self.pending and left and (restored := self._next_restored()) is not None:
+                left -= 1
                 self._enqueue(restored, WriteCause.RESTORED)
             if not self.pending:
+                if not left:
+                    self._emit(Resume())
                 break
             chunk, pending = next(iter(self.pending.items()))
             if not pending.begun and not self._begin(pending):

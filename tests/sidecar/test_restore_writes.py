@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from sidecar.core.breaker import BreakerRules
 from sidecar.core.commands import CaughtUp, Draining, StoreOutcome, Tick, Write, WriteCause
 from sidecar.core.writes import WRITE_TRIES_MAX
 from sidecar.protocol import Role
+from tests import places
 from tests.sidecar.engine_answers import only
 from tests.sidecar.engine_names import ALL_RANKS, RANK_0, key
 from tests.sidecar.restoring import holding
@@ -105,3 +108,23 @@ def test_nothing_is_written_where_writing_is_off() -> None:
     world.listed({1: ALL_RANKS})
     world.send(CaughtUp(0))
     assert not world.writes
+
+
+def test_restored_chunks_that_the_store_has_are_examined_over_several_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    places.patch(monkeypatch, "RESTORED_PER_EVENT_MAX", 2)
+    world = make_world()
+    worker = world.open(Role.WORKER)
+    world.stored(worker, 1, [1, 2, 3, 4, 5, 6])
+    world.restart(StrictLRU())
+    world.open(Role.WORKER)
+    world.listed(dict.fromkeys((2, 3, 4, 5, 6), RANK_0))
+    backfill = world.engine.directory.realms[0].backfill
+    world.send(CaughtUp(0))
+    left = [len(backfill)]
+    while world.resuming:
+        world.resume()
+        left.append(len(backfill))
+    assert left == [4, 2, 0, 0]
+    assert [write.key for write in world.writes.values()] == [key(1)]
