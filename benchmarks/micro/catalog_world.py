@@ -204,7 +204,7 @@ class Reading:
     def _execute(self, commands: Iterable[Command]) -> None:
         for command in commands:
             if isinstance(command, IndexSet):
-                self.indexes.set(self.world.realm, command)
+                self.indexes.set(self.world.realm, (command,))
             elif isinstance(command, IndexOffer):
                 self.indexes.offer(self.world.realm, command)
 

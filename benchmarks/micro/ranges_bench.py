@@ -12,6 +12,7 @@ import asyncio
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -91,7 +92,7 @@ async def main() -> None:
         base_wall, base_cpu, _ = await measured(lambda: whole(store))
         print(f"{'':24} {'GETs':>6} {'MiB':>6} {'time':>6} {'CPU':>6}")
         for name, runs in (("half of the heads", heads), ("half of the layers", layers)):
-            wall, cpu, num_bytes = await measured(lambda runs=runs: by_ranges(store, runs))
+            wall, cpu, num_bytes = await measured(partial(by_ranges, store, runs))
             ratios = f"{wall / base_wall:6.2f} {cpu / base_cpu:6.2f}"
             print(f"{name:24} {len(runs):6} {num_bytes >> 20:6} {ratios}")
 

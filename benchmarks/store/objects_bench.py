@@ -121,8 +121,9 @@ class Bench:
         cloud = ObstoreClient(settings.url, settings)
         # The same client, with the same settings.
         self._plain: Any = cloud.client
+        config: Any = {**self._plain.config, "checksum_algorithm": "SHA256"}
         self._summing: Any = obstore.store.S3Store(
-            config={**self._plain.config, "checksum_algorithm": "SHA256"},
+            config=config,
             client_options=self._plain.client_options,
             retry_config=self._plain.retry_config,
             credential_provider=self._plain.credential_provider,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker
 
 
-class CPUTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]  # (vLLM has no types)
+class CPUTieringSpec(TieringOffloadingSpec):
     """vLLM's tiering spec with kvlake's copy worker; it has no other part of kvlake."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
