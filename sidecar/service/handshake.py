@@ -94,6 +94,8 @@ class Handshakes:
         self._connections_max = dispatcher.config.limits.sessions_max + ATTACHING_MAX
         self._served_uids = dispatcher.config.runtime.served_uids
         self._turned_away = 0
+        self._prefaulting_bytes = 0
+        """What is being mapped ahead may allocate."""
         self._logged: dict[tuple[int, str], float] = {}
         """When the refusal of a user, by its code, was last logged."""
 
@@ -150,8 +152,8 @@ class Handshakes:
         reason = "the sidecar stops"
         try:
             async with anyio.create_task_group() as tasks:
-                if memory is not None and self._may_prefault(memory):
-                    tasks.start_soon(memory.prefault)
+                if memory is not None:
+                    tasks.start_soon(self._prefault, memory)
                 reason = await session.connection.wait_end()
                 tasks.cancel_scope.cancel()
         finally:
@@ -160,12 +162,27 @@ class Handshakes:
             if memory is not None:
                 await memory.wait_unmapped(UNMAP_SECONDS_MAX)
 
+    async def _prefault(self, memory: WorkerMemory) -> None:
+        """Map a worker's memory ahead, if it may be."""
+        if not self._may_prefault(memory):
+            return
+        needed = memory.prefault_bytes_max
+        self._prefaulting_bytes += needed
+        try:
+            await memory.prefault()
+        finally:
+            self._prefaulting_bytes -= needed
+
     def _may_prefault(self, memory: WorkerMemory) -> bool:
         """Whether to map a worker's memory ahead. What that allocates counts for this container."""
         if not self._dispatcher.config.copies.prefault:
             return False
         needed, (room, where) = memory.prefault_bytes_max, cgroup_room()
-        if room is None or needed <= room:
+        if room is None:
+            return True
+        # Part of it may be in use already, but a sidecar that is killed loses more.
+        room = max(0, room - self._prefaulting_bytes)
+        if needed <= room:
             return True
         _logger.warning(
             "KV memory is not mapped ahead: its first copies take longer",

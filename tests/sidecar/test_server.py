@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import anyio
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -19,6 +20,7 @@ from sidecar.protocol import (
     Outcome,
     StoreJob,
 )
+from sidecar.sessions.worker_memory import WorkerMemory
 from tests import places
 from tests.sidecar.bench import wait_for
 from tests.sidecar.client import (
@@ -217,6 +219,25 @@ def test_kv_memory_is_mapped_ahead_if_the_container_has_room(
         wait_for(lambda: "KV memory is not mapped ahead" in caplog.text)
         assert worker.store(1, key_of("chunk"), [0, 1, 2, 3]) is Outcome.OK
         assert os.fstat(worker.memory_fd).st_blocks * 512 < needed
+
+
+def test_engines_that_attach_at_once_share_the_room_of_the_container(
+    short_directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun: list[int] = []
+
+    async def prefault(memory: WorkerMemory) -> None:
+        begun.append(memory.prefault_bytes_max)
+        await anyio.sleep_forever()
+
+    places.patch(monkeypatch, "WorkerMemory.prefault", prefault)
+    with RunningSidecar(config_in(short_directory)) as sidecar, Worker(sidecar.path) as first:
+        needed = first.layout.size_bytes
+        wait_for(lambda: begun == [needed])
+        places.patch(monkeypatch, "cgroup_room", lambda: (needed * 3 // 2, "the cgroup /a"))
+        with Worker(sidecar.path, engine_id="second"):
+            wait_for(lambda: "KV memory is not mapped ahead" in caplog.text)
+        assert begun == [needed]
 
 
 def test_arrow_has_one_thread(sidecar: RunningSidecar) -> None:
