@@ -273,7 +273,8 @@ def _histograms(times: TransferTimes) -> Iterator[Metric]:
 
 def _fields(prefix: str, counts: Any) -> Values:
     """One value for each field of a record of counts."""
-    return {prefix + name: value for name, value in dataclasses.asdict(counts).items()}
+    # Not `asdict`, which makes a `Counter` of another one's items: each is counted once then.
+    return {prefix + one.name: getattr(counts, one.name) for one in dataclasses.fields(counts)}
 
 
 def _engine(dispatcher: Dispatcher) -> Values:

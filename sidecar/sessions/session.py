@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from sidecar.core.commands import OpenedGroup, Received, SessionOpened
 from sidecar.errors import AttachRefused
-from sidecar.protocol import MEMORY_FDS, TOKEN_BYTES, Attach, Lookup, Pin, Role, Submit
+from sidecar.protocol import MEMORY_FDS, TOKEN_BYTES, Attach, Lookup, Pin, Role, Submit, Use
 from sidecar.protocol.codec import ProtocolError, decode_client
 from sidecar.sessions.namespaces import RealmLayout
 from sidecar.sessions.worker_memory import WorkerMemory
@@ -76,7 +76,7 @@ class Session:
             )
         if isinstance(message, Submit):
             self._check_submit(message)
-        elif isinstance(message, Lookup | Pin):
+        elif isinstance(message, Lookup | Pin | Use):
             for group in message.groups:
                 self._part(group)
         return Received(self.session_id, message)

@@ -132,6 +132,8 @@ def client_frames(epoch: int = 1) -> list[bytes]:
         Lease(epoch, 7, [KEY]),
         protocol.Pin(epoch, [KEY, KEY[::-1]], 1000),
         Release(epoch, [7], [1]),
+        protocol.Use(epoch, [KEY, KEY[::-1]], 128),
+        protocol.Use(epoch, [KEY, KEY[::-1]], 128, [0, 1]),
     ]
     return [codec.encode(message) for message in messages]
 

@@ -108,6 +108,23 @@ def test_a_message_of_the_other_role_is_refused(sidecar: RunningSidecar) -> None
         assert scheduler.error().code == "role"
 
 
+@pytest.mark.promise("bad-frames")
+@pytest.mark.parametrize("kept", [0, 10])
+def test_group_that_a_client_lacks_is_refused(short_directory: Path, kept: int) -> None:
+    config = config_in(short_directory, limits={"prompts_kept": kept})
+    with RunningSidecar(config) as sidecar, Scheduler(sidecar.path) as scheduler:
+        epoch, keys = scheduler.epoch, [key_of("x"), key_of("y")]
+        for message in (
+            Lookup(epoch, 1, keys, 5, groups=[0, 1]),
+            protocol.Pin(epoch, keys, 5, groups=[0, 1]),
+            protocol.Use(epoch, keys, 64, [0, 1]),
+            protocol.Use(epoch, keys, 64, [63, 63]),
+        ):
+            scheduler.send(message)
+            assert scheduler.error().code == "field"
+        assert b'kvlake_frames_refused_total{code="field"} 4.0' in sidecar.get("/metrics")
+
+
 def test_burst_of_one_client_is_drained_whole_and_starves_nobody(
     sidecar: RunningSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
