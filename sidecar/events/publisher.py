@@ -78,8 +78,9 @@ class History:
     def since(self, number: int) -> list[tuple[int, bytes]]:
         """The kept batches from this number on, with their numbers."""
         first = self.next_number - len(self._kept)
-        numbered = enumerate(self._kept, first)
-        return list(itertools.islice(numbered, max(0, number - first), None))
+        # A subscriber may ask for any number of 64 bits, and `islice` takes 63.
+        skipped = min(max(0, number - first), len(self._kept))
+        return list(itertools.islice(enumerate(self._kept, first), skipped, None))
 
 
 class EventStream:

@@ -280,8 +280,9 @@ def test_requests_that_make_no_sense(
             sidecar.wait_until(lambda status: status["events"]["requests_dropped"] == 4)
         finally:
             context.destroy(linger=0)
-        # A number that will never come, and then a sensible question.
-        assert list(subscriber.ask(b"\x7f" + bytes(7))) == []
+        # Numbers that will never come, and then a sensible question.
+        for number in (b"\x7f" + bytes(7), b"\xff" * 8):
+            assert list(subscriber.ask(number)) == []
         assert len(list(subscriber.ask(number_frame(0)))) == 1
 
 
