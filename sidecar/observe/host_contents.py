@@ -65,7 +65,7 @@ class ChunkQuery(NamedTuple):
 def parse_query(query: Mapping[str, str]) -> ChunkQuery:
     """The parameters of an HTTP query. Raises `QueryError`."""
     limit = query.get("limit", str(LIMIT_MAX))
-    if not limit.isdecimal() or int(limit[:9]) > LIMIT_MAX:
+    if not re.fullmatch(r"[0-9]{1,9}", limit) or int(limit) > LIMIT_MAX:
         raise QueryError(f"limit={limit[:32]!r}: must be a whole number, at most {LIMIT_MAX}")
     given = {name: query.get(name, "") for name in ("namespace", "key", "after", "tenant")}
     for name, (pattern, rule) in _FIELDS.items():

@@ -214,6 +214,7 @@ def test_the_token_is_required(short_directory: Path, kvlake: Command, tmp_path:
         ({"limit": "1001"}, "limit"),
         ({"limit": "-1"}, "limit"),
         ({"limit": "9" * 5000}, "limit"),
+        ({"limit": "00000000099999"}, "limit"),
         ({"key": "0" * 65}, "key"),
         ({"after": "0" * 64}, "after"),
         ({"after": "x"}, "after"),
