@@ -214,7 +214,10 @@ def _add_node_commands(commands: _Commands) -> None:
         parents=[_JSON],
     )
     top.add_argument(
-        "--url", type=_address, action="append", help="address of a sidecar; may be repeated"
+        "--url",
+        type=_sidecar_address,
+        action="append",
+        help="address of a sidecar; may be repeated",
     )
     top.add_argument("--config", type=Path, metavar="FILE", help=_CONFIG_HELP)
     top.set_defaults(targets=None)
@@ -371,7 +374,7 @@ def _add_config_commands(commands: _Commands) -> None:
 def _add_sidecar_options(to: argparse.ArgumentParser, *, where: Any) -> None:
     """How a running sidecar is asked. `where` takes the option for its address."""
     where.add_argument(
-        "--url", type=_address, help="address of the sidecar, such as http://127.0.0.1:9321"
+        "--url", type=_sidecar_address, help="address of the sidecar, such as http://127.0.0.1:9321"
     )
     _add_asking_options(to)
 
@@ -414,6 +417,16 @@ def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number, 0 or more")
     return int(text)
+
+
+def _sidecar_address(text: str) -> str:
+    """The address of a sidecar, which speaks HTTP without TLS."""
+    if text.startswith("https:"):
+        # The token would be sent to it without encryption.
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: commands do not speak TLS; write http://HOST:PORT of the sidecar itself"
+        )
+    return _address(text)
 
 
 def _address(text: str) -> str:

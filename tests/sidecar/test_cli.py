@@ -159,6 +159,8 @@ def test_a_missing_package_is_reported_with_its_extra() -> None:
         ("status --url localhost:9321", "'localhost:9321' is no address"),
         ("status --url http://a:99999", "'http://a:99999' is no address: Port out of range"),
         ("status --url http://a:0", "'http://a:0' is no address: port 0"),
+        ("status --url https://a", "'https://a': commands do not speak TLS; write http://"),
+        ("top --url https://a", "'https://a': commands do not speak TLS; write http://"),
         ("status --url http://a:b", "'http://a:b' is no address: Port could not be cast"),
         ("explain --last 0 --url http://a", "--last 0: give a number from 1 to 1,000"),
         ("explain --last 5000 --url http://a", "--last 5000: give a number from 1 to 1,000"),
