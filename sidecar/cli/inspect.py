@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from sidecar.cli.console import Document, Options, load_config, show
 from sidecar.exits import Exit
+from sidecar.sessions.model_names import printable
 from tiers.kv.slot_image import inspect_image
 from tiers.redaction import mask_url
 from tiers.sizes import approximate_size
@@ -88,7 +89,8 @@ def _text(document: Document) -> str:
             lines.append(f"  {name.replace('_', ' '):<18}{_shown(name, value)}")
     for index, (name, kind) in enumerate(document["columns"].items()):
         lines.append(f"  {'' if index else 'columns':<18}{name}: {kind}")
-    return "\n".join(lines)
+    # Anybody may have written the file, and these are for a terminal.
+    return "\n".join(printable(line, len(line)) for line in lines)
 
 
 def _shown(name: str, value: Any) -> str:

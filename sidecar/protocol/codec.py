@@ -97,6 +97,8 @@ def decode_first(frame: bytes | memoryview) -> FirstMessage:
             "same kvlake release for connector and sidecar",
         )
     message = _decode(_first_decoder, frame)
+    name = message.engine_id
+    _require(name.isprintable(), "engine_id", name, "printable characters")
     if isinstance(message, Attach):
         _check_attach(message)
     else:

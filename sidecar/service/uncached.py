@@ -15,8 +15,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from sidecar.errors import AttachRefused
-from sidecar.protocol import DECLINE_REASONS, Attach, Declined, FirstMessage
+from sidecar.protocol import (
+    DECLINE_REASONS,
+    DECLINED_CHARS_MAX,
+    Attach,
+    Declined,
+    FirstMessage,
+)
 from sidecar.protocol.codec import ProtocolError
+from sidecar.sessions.model_names import printable
 from sidecar.transport.unix_socket import Peer
 
 REFUSED: Final = "refused"
@@ -95,7 +102,8 @@ class UncachedEngines:
             peer.pid,
             peer.uid,
             REFUSED,
-            f"its attach is refused ({error.code}): {error}",
+            # It may quote what the client sent.
+            printable(f"its attach is refused ({error.code}): {error}", DECLINED_CHARS_MAX),
             now if before is None else before.since,
             now,
         )

@@ -43,7 +43,8 @@ def layers_of(namespace: Mapping[str, Any]) -> str:
     group: object = namespace.get("group")
     if not isinstance(group, list) or not group:
         return ""
-    return f"{len(cast('list[object]', group))} of {namespace.get('layers', '?')} layers"
+    layers = printable(str(namespace.get("layers", "?")))
+    return f"{len(cast('list[object]', group))} of {layers} layers"
 
 
 def printable(text: str, characters_max: int = MODEL_CHARACTERS_MAX) -> str:

@@ -36,4 +36,5 @@ def test_a_name_is_bounded() -> None:
 
 def test_a_group_of_layers_says_which_part_it_is() -> None:
     assert layers_of({"group": ["a", "b"], "layers": 30}) == "2 of 30 layers"
+    assert layers_of({"group": ["a"], "layers": "\x1b[2J"}) == "1 of ?[2J layers"
     assert layers_of({"layers": 30}) == layers_of({"group": 7}) == ""

@@ -114,6 +114,7 @@ def test_a_reason_of_a_later_release_is_shown(sidecar: RunningSidecar) -> None:
         ({"message": "x" * (DECLINED_CHARS_MAX + 1)}, "message"),
         ({"message": "\x1b[2Jgone"}, "message"),
         ({"engine_id": ""}, "engine_id"),
+        ({"engine_id": "\x1b[2Jgone"}, "engine_id"),
         ({"version": 99}, "version"),
     ],
 )
@@ -159,7 +160,7 @@ def test_an_engine_whose_attach_is_refused_is_shown_until_it_attaches(
 
 
 def test_one_that_could_not_be_understood_is_shown_by_its_pid(sidecar: RunningSidecar) -> None:
-    message = msgspec.msgpack.encode({"type": "attach", "version": 3})
+    message = msgspec.msgpack.encode({"type": "attach", "version": 3, "\x1b[2J": 1})
     with pytest.raises(RefusedError):
         Worker(sidecar.path, version=3)
     with socket.socket(socket.AF_UNIX) as connection:
@@ -169,6 +170,7 @@ def test_one_that_could_not_be_understood_is_shown_by_its_pid(sidecar: RunningSi
     (one,) = sidecar.status()["uncached"]
     assert (one["engine_id"], one["pid"]) == ("", os.getpid())
     assert "same kvlake release" in one["message"]
+    assert one["message"].isprintable()
     assert json.dumps(one)
 
 
