@@ -23,7 +23,7 @@ from typing import Any, Final
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from connector.identity.mamba import is_recurrent, state_description, state_encoding, state_settings
-from connector.identity.weights import model_identity, settings_digest
+from connector.identity.weights import downloaded_folder, model_identity, settings_digest
 from connector.options import samples_weights
 from sidecar.protocol import MODEL_CHARACTERS_MAX
 from tiers.kv.layout import BY_TOKEN, regroups
@@ -215,7 +215,12 @@ def encoding_of(vllm_config: Any, block_tokens: int, spec: Any) -> str:
 
 
 def engine_settings(vllm_config: Any) -> dict[str, Any]:
-    """The settings that KV depends on, if given. Raises `OSError` for a file that one names."""
+    """The settings that KV depends on, if given.
+
+    Raises:
+        WeightsUnknown: the configuration is of a hub's repository, which may change.
+        OSError: a file that one names cannot be read.
+    """
     # Not at import: it reads the environment.
     from vllm import __version__ as release
     from vllm.envs import VLLM_BATCH_INVARIANT
@@ -223,12 +228,11 @@ def engine_settings(vllm_config: Any) -> dict[str, Any]:
     model = vllm_config.model_config
     description = _given(model, MODEL_SETTINGS)
     if model.hf_config_path:
-        config = Path(model.hf_config_path) / "config.json"
-        commit = str(getattr(model.hf_config, "_commit_hash", None) or "")
-        # The model's own code may be beside it.
-        description["hf_config_path"] = (
-            [settings_digest(config.parent)] if config.is_file() else [model.hf_config_path, commit]
-        )
+        folder = Path(model.hf_config_path)
+        if not folder.is_dir():
+            folder = downloaded_folder(model.hf_config_path)
+        # The model's own code may be in it, too.
+        description["hf_config_path"] = [settings_digest(folder)]
     if model.runner_type != "generate":
         description["runner"] = [str(model.runner_type), str(model.convert_type)]
     if model.architecture not in model.architectures:

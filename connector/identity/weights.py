@@ -36,6 +36,9 @@ _USUAL_FORMATS: Final = (
 """Values of `--load-format` with which vLLM takes safetensors if there are any."""
 _FORMATS: Final = {"pt": ("*.pt",), "npcache": ("*.bin",), "tensorizer": ("*.tensors",)}
 """The files that other formats read. With a format that is not here, all weights count."""
+_SERVED_FORMATS: Final = ("ipc_cache", "modelexpress")
+"""With these, another process has the weights, and they need not be those of the files."""
+_BRANCHES: Final = ("main", "master", "HEAD")
 _OTHER_MODELS: Final = ("audio_model_id", "text_model_id")
 """Names of other models in a configuration, from which parts are loaded (Ultravox)."""
 _HEADER_BYTES_MAX: Final = 100 * 1024 * 1024
@@ -114,8 +117,8 @@ def model_identity(
 ) -> dict[str, str | UnreadFiles]:
     """Name and commit of a hub model, or a digest of the files of a local one.
 
-    `config` is vLLM's `ModelConfig`. Its revision may be a branch, which moves; transformers notes
-    the commit. Weights that are `streamed_from` a URL are known by the revision alone. Digests of
+    `config` is vLLM's `ModelConfig`. Its revision may be a branch, which moves; vLLM notes the
+    commit. Weights that are `streamed_from` a URL are known by the revision alone. Digests of
     `sampled` files cover a part of their bytes, and never equal those of whole files.
 
     Raises:
@@ -131,14 +134,21 @@ def model_identity(
     if load_format not in _USUAL_FORMATS:
         # A commit may hold other weights in other formats.
         others["load_format"] = load_format
+    if load_format in _SERVED_FORMATS:
+        raise WeightsUnknown(
+            f"with load_format={load_format!r} another process has its weights, and they need not "
+            "be those that the model's files have now; use load_format='auto'"
+        )
     if streamed_from:
-        if not revision:
+        # As it was given: of none, vLLM makes "main" for a hub model.
+        named = str(getattr(revision, "initial", revision) or "")
+        if not named:
             raise WeightsUnknown(
                 f"its weights are streamed from {streamed_from}, which may hold others tomorrow; "
                 "name them with --revision, and change the name whenever they change"
             )
         beside = folder_identity(path) if path.is_dir() else ""
-        return others | {"name": streamed_from, "revision": revision, "config": beside}
+        return others | {"name": streamed_from, "revision": named, "config": beside}
     kind = "sampled" if sampled else "digest"
     if path.is_dir():
         if not dummy and not _weights_in(path, load_format):
@@ -151,11 +161,14 @@ def model_identity(
         hasher = hashlib.sha256()
         _hash_opaque(hasher, path)
         return others | {kind: hasher.hexdigest()}
-    commit = getattr(hf_config, "_commit_hash", None)
-    if not (commit or revision or dummy):
+    # The text of a revision that vLLM has resolved is still a branch's name.
+    commit = getattr(revision, "resolved", None)
+    if not commit and not config.hf_config_path:
+        commit = getattr(hf_config, "_commit_hash", None)
+    if not (commit or dummy) and str(revision or "main") in _BRANCHES:
         raise WeightsUnknown(
             f"model {model!r} came without a commit, and its name may mean other weights tomorrow; "
-            "name them with --revision"
+            "name a commit with --revision"
         )
     return others | {"name": model, "revision": str(commit or revision or "")}
 
@@ -169,7 +182,7 @@ def _other_models(hf_config: Any, *, sampled: bool) -> dict[str, str | UnreadFil
     for name in _OTHER_MODELS:
         if place := getattr(hf_config, name, None):
             try:
-                folder = Path(place) if Path(place).is_dir() else _downloaded(place)
+                folder = Path(place) if Path(place).is_dir() else downloaded_folder(place)
             except WeightsUnknown as error:
                 raise WeightsUnknown(f"its {name} is loaded from elsewhere: {error}") from error
             if not _weights_in(folder):
@@ -212,7 +225,7 @@ def _adapter_files(path: str) -> tuple[Path, list[tuple[Path, bool]]]:
     # As `get_adapter_absolute_path` of vLLM, without its download.
     folder = Path(os.path.expanduser(path))
     if not folder.is_dir():
-        folder = _downloaded(path)
+        folder = downloaded_folder(path)
     # Adapters have their own file names, so safetensors do not stand for other formats.
     found = _files_in(folder, "any")
     if not any(weighty for _, weighty in found):
@@ -222,7 +235,7 @@ def _adapter_files(path: str) -> tuple[Path, list[tuple[Path, bool]]]:
     return folder, found
 
 
-def _downloaded(hub_id: str) -> Path:
+def downloaded_folder(hub_id: str) -> Path:
     """The only snapshot of a hub's repository that vLLM can load; raises `WeightsUnknown`.
 
     vLLM may load it at any time, and loads what the hub has then: offline, with a single snapshot,

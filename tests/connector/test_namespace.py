@@ -83,7 +83,6 @@ class TestNamespace:
             {"architecture": "TransformersForCausalLM"},
             {"runner": "pooling"},
             {"lora_dtype": torch.float16},
-            {"hf_config_path": "org/other"},
             {"weights_digest": "sampled"},
             {"media": {"mm_processor_kwargs": {"num_crops": 4}}},
             {"media": {"media_io_kwargs": {"video": {"num_frames": 40}}}},
@@ -190,6 +189,12 @@ class TestNamespace:
         before = namespace(tmp_path, hf_config_path=str(other))
         (other / "config.json").write_text('{"rope_theta": 6}')
         assert namespace(tmp_path, hf_config_path=str(other)) != before
+        assert before != namespace(tmp_path)
+
+    def test_a_configuration_that_may_be_another_tomorrow_is_refused(self, tmp_path: Path) -> None:
+        write_weights(tmp_path)
+        with pytest.raises(WeightsUnknown, match="org/other"):
+            namespace(tmp_path, hf_config_path="org/other")
 
     def test_block_sizes_that_can_be_converted_share(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import json
+import os
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from huggingface_hub import ResolvedRevision
 
 from connector.identity.namespace import served_as
 from connector.identity.weights import WeightsUnknown, model_identity, read_adapter
 from connector.options import samples_weights
 from tests import places
+from tests.connector.configurations import write_model
 from tests.connector.weights import TENSORS, config_of, folder_digest, read_now, write_weights
+
+SHOW_IDENTITIES = """
+import json, sys
+from pathlib import Path
+from vllm.config import ModelConfig
+from connector.identity.weights import model_identity
+for commit in sys.argv[2:]:
+    Path(sys.argv[1]).write_text(commit)
+    config = ModelConfig(model="org/model", skip_tokenizer_init=True)
+    print(json.dumps(model_identity(config)["revision"]))
+"""
 
 
 def identity_of(
@@ -23,8 +40,11 @@ def identity_of(
     *,
     load_format: str = "auto",
     streamed_from: str = "",
+    hf_config_path: str | None = None,
 ) -> dict[str, str]:
-    config = SimpleNamespace(model=model, revision=revision, hf_config=hf_config)
+    config = SimpleNamespace(
+        model=model, revision=revision, hf_config=hf_config, hf_config_path=hf_config_path
+    )
     found = model_identity(config, load_format, streamed_from=streamed_from)
     identity: dict[str, str] = read_now(found)
     return identity
@@ -297,9 +317,44 @@ class TestNames:
         assert identity_of("org/model", "main", config)["revision"] == "abc"
         assert identity_of("org/model", "v2", SimpleNamespace())["revision"] == "v2"
 
-    def test_a_name_that_may_mean_other_weights_tomorrow_is_refused(self) -> None:
+    @pytest.mark.parametrize("given", [None, "main", "v2"])
+    def test_a_revision_that_vllm_has_resolved_is_its_commit(self, given: str | None) -> None:
+        """Its text is the branch; configurations have no commit since transformers 5.18."""
+        revision = ResolvedRevision("abc", given)
+        found = identity_of("org/model", revision, SimpleNamespace())
+        assert found == {"name": "org/model", "revision": "abc"}
+
+    def test_a_commit_of_another_configuration_is_not_the_models(self) -> None:
+        config = SimpleNamespace(_commit_hash="abc")
         with pytest.raises(WeightsUnknown, match="--revision"):
-            identity_of("org/model", None, SimpleNamespace())
+            identity_of("org/model", None, config, hf_config_path="org/other")
+
+    @pytest.mark.promise("weights")
+    def test_two_commits_of_one_branch_are_two_models(self, tmp_path: Path) -> None:
+        """With vLLM's own configuration and a hub's cache on the disk."""
+        repository = tmp_path / "hub" / "models--org--model"
+        branch, commits = repository / "refs" / "main", ["a" * 40, "b" * 40]
+        branch.parent.mkdir(parents=True)
+        for commit in commits:
+            snapshot = repository / "snapshots" / commit
+            snapshot.mkdir(parents=True)
+            write_model(snapshot)
+        shown = subprocess.run(
+            [sys.executable, "-c", SHOW_IDENTITIES, str(branch), *commits],
+            env={**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert shown.returncode == 0, shown.stderr
+        assert [json.loads(line) for line in shown.stdout.splitlines()[-2:]] == commits
+
+    @pytest.mark.parametrize("revision", [None, "main", "master"])
+    def test_a_name_that_may_mean_other_weights_tomorrow_is_refused(
+        self, revision: str | None
+    ) -> None:
+        with pytest.raises(WeightsUnknown, match="--revision"):
+            identity_of("org/model", revision, SimpleNamespace())
         assert identity_of("org/model", None, SimpleNamespace(), load_format="dummy")
 
     def test_weights_that_are_streamed_are_told_apart_by_their_revision(
@@ -313,8 +368,18 @@ class TestNames:
 
         assert of("s3://bucket/a", "1") != of("s3://bucket/b", "1")
         assert of("s3://bucket/a", "1") != of("s3://bucket/a", "2")
-        with pytest.raises(WeightsUnknown, match="--revision"):
-            of("s3://bucket/a", None)
+        for revision in (None, ResolvedRevision("abc")):
+            with pytest.raises(WeightsUnknown, match="--revision"):
+                of("s3://bucket/a", revision)
+        assert of("s3://bucket/a", ResolvedRevision("abc", "1")) == of("s3://bucket/a", "1")
+
+    @pytest.mark.parametrize("load_format", ["ipc_cache", "modelexpress"])
+    def test_weights_that_another_process_has_are_refused(
+        self, tmp_path: Path, load_format: str
+    ) -> None:
+        write_weights(tmp_path)
+        with pytest.raises(WeightsUnknown, match="load_format"):
+            identity_of(str(tmp_path), None, None, load_format=load_format)
 
     def test_a_folder_without_weights_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text("{}")
