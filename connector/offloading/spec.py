@@ -213,7 +213,9 @@ def no_tier_reason(vllm_config: Any, num_groups: int, blocks_per_chunk: int) -> 
     """Why not even vLLM's host tier can serve an engine, or nothing."""
     specs = layer_specs_of(vllm_config)
     return (
-        eligibility.prefix_unsupported_reason(vllm_config, specs)
+        # vLLM's host tier is a file of each node, and its scheduler knows one of them.
+        eligibility.nodes_unsupported_reason(vllm_config)
+        or eligibility.prefix_unsupported_reason(vllm_config, specs)
         or eligibility.host_tier_rows_unsupported_reason(vllm_config, num_groups)
         or eligibility.host_tier_chunks_unsupported_reason(vllm_config, specs, blocks_per_chunk)
     )

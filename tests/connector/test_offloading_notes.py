@@ -147,6 +147,16 @@ def test_hits_within_a_block_are_left_to_vllms_host_tier(
     assert "leave out --prefix-match-unit" in note["refusal"]
 
 
+@pytest.mark.promise("refuse-nodes")
+def test_engine_whose_ranks_are_on_several_nodes_has_no_tier(model: Path) -> None:
+    """VLLM's host tier is a file of each node, and its scheduler fills that of its own."""
+    config = vllm_config(model)
+    with set_current_vllm_config(config):
+        assert not no_tier_reason(config, 1, 1)
+        config.parallel_config.nnodes = 2
+        assert "ranks are on 2 nodes" in no_tier_reason(config, 1, 1)
+
+
 @pytest.mark.promise("offloading-prefixless")
 def test_layers_that_attend_to_a_prompt_as_a_whole(model: Path) -> None:
     """Only a worker knows the layers."""
