@@ -47,7 +47,12 @@ from connector.identity.reading import Identity
 from connector.identity.speculative import speculation_of, speculation_unsupported_reason
 from connector.identity.weights import UnreadFiles, WeightsUnknown
 from connector.offloading.cpu_worker import HostCopyWorker
-from connector.offloading.workarounds import disown_region, guard_tiers, unlink_region
+from connector.offloading.workarounds import (
+    call_before,
+    disown_region,
+    guard_tiers,
+    unlink_region,
+)
 from connector.options import OFFLOADING_OPTIONS, log_unknown_options, option
 from connector.vllm_workarounds import watch_engine_weights
 from sidecar.protocol import Role, sockets_of
@@ -189,6 +194,7 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
         if not current_platform.is_cpu():
             worker: Any = super().get_worker(kv_caches)
             disown_region(getattr(worker, "_mmap_region", None))
+            self._remove_files_with(worker)
             return worker
         if self.config.canonical_layout:
             self._validate_canonical_refs(kv_caches)
@@ -200,13 +206,25 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
             cpu_page_size=self.cpu_page_size_per_worker,
         )
         disown_region(region)
-        return HostCopyWorker(
+        copier = HostCopyWorker(
             kv_caches,
             region,
             per_chunk,
             canonical=self.config.canonical_layout,
             several=self.config.parallel.world_size > 1,
         )
+        self._remove_files_with(copier)
+        return copier
+
+    def _remove_files_with(self, worker: OffloadingWorker) -> None:
+        """Remove note and region when a worker ends: a start that fails makes no manager."""
+        engine_id = self.config.engine_id
+
+        def remove() -> None:
+            unlink_region(engine_id)
+            note_path(engine_id).unlink(missing_ok=True)
+
+        call_before(worker, "shutdown", remove)
 
 
 def no_tier_reason(vllm_config: Any, num_groups: int, blocks_per_chunk: int) -> str:

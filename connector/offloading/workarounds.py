@@ -150,23 +150,23 @@ def guard_tiers(manager: Any, *, preempted_are_new: bool) -> OffloadedRequests:
         return store(keys, req_context)
 
     manager.lookup, manager.prepare_store = lookup, prepare_store
-    _before(manager, "on_new_request", requests.added)
-    _before(manager, "prepare_load", requests.loading)
-    _before(manager, "on_schedule_end", requests.step)
-    _before(manager, "on_request_finished", requests.finished)
-    _before(manager, "reset_cache", requests.reset)
+    call_before(manager, "on_new_request", requests.added)
+    call_before(manager, "prepare_load", requests.loading)
+    call_before(manager, "on_schedule_end", requests.step)
+    call_before(manager, "on_request_finished", requests.finished)
+    call_before(manager, "reset_cache", requests.reset)
     return requests
 
 
-def _before(manager: Any, name: str, note: Callable[..., None]) -> None:
-    """Have a method of the manager call `note` with its arguments first."""
-    method = getattr(manager, name)
+def call_before(of: Any, name: str, note: Callable[..., None]) -> None:
+    """Have a method of one of vLLM's objects call `note` with its arguments first."""
+    method = getattr(of, name)
 
     def noted(*args: Any, **options: Any) -> Any:
         note(*args, **options)
         return method(*args, **options)
 
-    setattr(manager, name, noted)
+    setattr(of, name, noted)
 
 
 def region_path(engine_id: str) -> Path:

@@ -26,7 +26,7 @@ from connector.offloading.spec import KVLakeOffloadingSpec, leave_note, note_pat
 from connector.offloading.workarounds import region_path
 from tests import places
 from tests.connector.configurations import request_of
-from tests.connector.offloading_engine import engine_of, prompt, sidecar
+from tests.connector.offloading_engine import Engine, engine_of, prompt, sidecar
 from tests.e2e.settling import empty_host_tier
 from tests.harness.sidecars import SidecarProcess
 from tests.releases import has_vllm
@@ -219,6 +219,24 @@ def test_no_file_outlives_the_start(model: Path, sidecar: SidecarProcess) -> Non
         assert not region_path(engine.engine_id).exists()
         assert not note_path(engine.engine_id).exists()
         assert isinstance(engine.manager.secondary_tiers[-1].tier_type, str)
+
+
+def test_no_file_outlives_a_start_that_fails(
+    model: Path, sidecar: SidecarProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the warm-up finds no memory: then vLLM ends the worker, and makes no scheduler."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr("tests.connector.offloading_engine.Scheduler", fail)
+    engine = object.__new__(Engine)
+    with pytest.raises(RuntimeError, match="no memory"):
+        Engine.__init__(engine, model, sidecar.socket)
+    assert region_path(engine.engine_id).exists()
+    engine.worker.shutdown()
+    assert not region_path(engine.engine_id).exists()
+    assert not note_path(engine.engine_id).exists()
 
 
 @pytest.mark.promise("offloading-weights")

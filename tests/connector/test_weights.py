@@ -319,7 +319,7 @@ class TestNames:
 
     @pytest.mark.parametrize("given", [None, "main", "v2"])
     def test_a_revision_that_vllm_has_resolved_is_its_commit(self, given: str | None) -> None:
-        """Its text is the branch; configurations have no commit since transformers 5.18."""
+        """Its text is the branch; configurations of transformers 5.19 have none."""
         revision = ResolvedRevision("abc", given)
         found = identity_of("org/model", revision, SimpleNamespace())
         assert found == {"name": "org/model", "revision": "abc"}

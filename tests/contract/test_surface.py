@@ -44,7 +44,7 @@ INHERITED = {"TieringOffloadingSpec": ("CPUOffloadingSpec", "OffloadingSpec")}
 READ_OF_OTHERS = {
     "rope_parameters": "of a configuration of transformers",
     "max_position_embeddings": "of a configuration of transformers",
-    "_commit_hash": "of a configuration of transformers, before 5.18",
+    "_commit_hash": "of a configuration of transformers, before 5.19",
     "initial": "of a revision of huggingface_hub",
     "resolved": "of a revision of huggingface_hub",
     "name": "of an enumeration's member, or one of the settings that the test names",
