@@ -43,8 +43,8 @@ interfaces of vLLM that engines with `KVLakeConnector` do not import:
   offloading-reset.
 * To make room for a chunk from a lower tier, the host tier evicts a chunk that it has just found
   for the same request. It is then carried again and again, or its load ends the engine. Here:
-  `guard_tiers` touches each chunk at its first hit. In: 0.31 to 0.33. Shown by:
-  offloading-long-prompt.
+  `guard_tiers` touches each chunk at its first hit, and has a window looked up again in the next
+  step if a chunk behind a gap is pending. In: 0.31 to 0.33. Shown by: offloading-long-prompt.
 * The file of the host tier in /dev/shm outlives an engine that is killed. Here: `disown_region` and
   `unlink_region` remove its name once all workers have mapped it. In: 0.31 to 0.33. Shown by:
   test_no_file_outlives_the_start.

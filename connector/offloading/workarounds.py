@@ -10,7 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.kv_offload.base import LoadStoreSpec, LookupResult, PrepareStoreOutput
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    LookupResult,
+    PrepareStoreOutput,
+    get_offload_group_idx,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadKey, ReqContext, ScheduleEndContext
@@ -32,6 +37,9 @@ class _OffloadedRequest:
     excluded: bool = False
     hits: "set[OffloadKey]" = field(default_factory=set)
     """In vLLM's host tier, since it was last preempted."""
+    pending: dict[int, int] = field(default_factory=dict[int, int])
+    """By KV cache group, the last token of the last chunk that was found on its way to vLLM's host
+    tier in this step."""
 
 
 class OffloadedRequests:
@@ -75,6 +83,7 @@ class OffloadedRequests:
             again = known.preempted and (known.looked_up or not self._preempted_are_new)
             known.running = not known.put_off and (known.running or again)
             known.looked_up = known.put_off = False
+            known.pending.clear()
         for request_id in context.preempted_req_ids:
             request = self._known(request_id)
             request.running = request.loading = False
@@ -92,6 +101,21 @@ class OffloadedRequests:
         request.looked_up = True
         request.put_off = request.running
         return request.running
+
+    def found_pending(self, key: "OffloadKey", req_context: "ReqContext") -> None:
+        """A chunk is on its way to vLLM's host tier, which may evict another for it."""
+        end = req_context.get_offload_key_position(key)
+        if end is not None:
+            self._known(req_context.req_id).pending[get_offload_group_idx(key)] = end
+
+    def is_before_pending(self, key: "OffloadKey", req_context: "ReqContext") -> bool:
+        """Whether a later chunk of the same group was found pending in this step.
+
+        A window is looked up from its end, and a prefix from its start.
+        """
+        end = req_context.get_offload_key_position(key)
+        pending = self._known(req_context.req_id).pending.get(get_offload_group_idx(key))
+        return end is not None and pending is not None and end < pending
 
     def is_first_hit(self, request_id: str, key: "OffloadKey") -> bool:
         """Whether this chunk was not found for it before."""
@@ -142,6 +166,12 @@ def guard_tiers(manager: Any, *, preempted_are_new: bool) -> OffloadedRequests:
         if found is LookupResult.HIT and requests.is_first_hit(req_context.req_id, key):
             # The host tier evicts what is older. Once is enough; each step would be too often.
             manager.touch((key,), req_context)
+        elif found is LookupResult.HIT_PENDING:
+            requests.found_pending(key, req_context)
+        elif found is LookupResult.MISS and requests.is_before_pending(key, req_context):
+            # vLLM would return a hit of an earlier window now, and not see that the host tier has
+            # evicted a chunk of it for the one that is pending. In the next step it looks again.
+            return LookupResult.RETRY
         return found
 
     def prepare_store(keys: "Collection[OffloadKey]", req_context: "ReqContext") -> Any:

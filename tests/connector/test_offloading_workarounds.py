@@ -6,6 +6,9 @@ from collections.abc import Collection
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+)
 from vllm.v1.kv_offload.base import (
     LookupResult,
     OffloadKey,
@@ -167,3 +170,37 @@ def test_replaced_weights_stop_hits_and_stores(
         assert found_and_stored("later") == (True, True)
         assert requests.excluded("running")
     assert caplog.text.count("are replaced while it runs") == 1
+
+
+class ScriptedTiers(Tiers):
+    """A double of the tiers that answers by a chunk's end."""
+
+    def __init__(self, answers: dict[int, LookupResult]) -> None:
+        self.answers = answers
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        return self.answers[req_context.get_offload_key_position(key) or 0]
+
+
+@pytest.mark.promise("offloading-long-prompt")
+def test_a_window_before_a_gap_is_not_loaded_while_a_chunk_behind_it_is_pending() -> None:
+    """vLLM's own scan: for the pending chunk, the host tier may have evicted one of the hit."""
+    hit, pending, miss = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS
+    answers = {16: hit, 32: hit, 48: miss, 64: pending}
+    tiers = ScriptedTiers(answers)
+    guard_tiers(tiers, preempted_are_new=False)
+    context = ReqContext(req_id="a")
+    tiers.on_new_request(context)
+    keys = [make_offload_key(bytes([end]), 1) for end in answers]
+    for key, end in zip(keys, answers, strict=True):
+        context.set_offload_key_position(key, end)
+    scheduler: Any = object.__new__(OffloadingConnectorScheduler)
+    scheduler.manager = tiers
+    look_up = scheduler._sliding_window_lookup  # noqa: SLF001 (vLLM's own)
+    assert look_up(keys, 2, context) is None
+    tiers.on_schedule_end(ScheduleEndContext(["other"], ()))
+    answers[64] = miss
+    assert look_up(keys, 2, context) == 2
+    # A prefix ends at a gap, whatever is pending before it.
+    answers |= {16: pending, 32: miss}
+    assert [tiers.lookup(key, context) for key in keys[:2]] == [pending, miss]
