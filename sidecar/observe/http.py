@@ -14,6 +14,7 @@ Invariants:
   arrive. There are at most `CONNECTIONS_MAX`, and `PEER_CONNECTIONS_MAX` of one address. Beyond
   these a new connection replaces the one that has been idle longest (its request is incomplete, or
   answered): clients that only hold connections keep no probe out.
+* The sidecar stops answering a request when its connection is lost.
 """
 
 import asyncio
@@ -35,7 +36,7 @@ from sidecar.observe import page
 from sidecar.observe.host_contents import HostContents, QueryError, parse_query
 from sidecar.observe.metrics import SidecarMetrics
 from sidecar.observe.off import switched_off
-from sidecar.observe.prompt_match import BODY_BYTES_MAX, PromptMatches, parse_question
+from sidecar.observe.prompt_match import BODY_BYTES_MAX, PromptMatches
 from sidecar.observe.prompts import PROMPTS_MAX, PROMPTS_SHOWN, PromptDocuments
 from sidecar.observe.status import SidecarStatus
 from sidecar.service.dispatcher import Dispatcher
@@ -160,6 +161,8 @@ class HttpServer:
         self._runner = web.AppRunner(
             application,
             handle_signals=False,
+            # A connection that is lost no longer counts, so its query must not stay in the queue.
+            handler_cancellation=True,
             access_log=None,
             shutdown_timeout=SHUTDOWN_SECONDS_MAX,
             keepalive_timeout=KEEPALIVE_SECONDS_MAX,
@@ -313,7 +316,7 @@ async def _match(documents: Documents, request: web.Request) -> web.Response:
     if request.content_type != "application/json":
         # A page of another site can send what is not JSON without asking.
         raise QueryError(f"Content-Type: {request.content_type[:64]}; send application/json")
-    return _json(await documents.matches.document(parse_question(await request.read())))
+    return _json(await documents.matches.document(await request.read()))
 
 
 async def _transfers(documents: Documents, request: web.Request) -> web.Response:

@@ -8,11 +8,12 @@ chunks of the same cache salt alone: nobody can guess prompts of a tenant withou
 are those of the shared index, so the answer is what an engine of that realm would find.
 """
 
+import functools
 import itertools
 import json
 from typing import Annotated, Any, Final
 
-import anyio.to_thread
+import anyio
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,7 @@ from tiers.kv.index import (
 )
 from tiers.kv.keys import KeyChain, root_key
 from tiers.kv.layout import ROW_ENCODING
+from tiers.store.client import run_to_end
 
 TOKENS_MAX: Final = 1 << 20
 BODY_BYTES_MAX: Final = 8 * TOKENS_MAX
@@ -72,16 +74,24 @@ class PromptMatches:
     def __init__(self, dispatcher: Dispatcher, host: HostContents) -> None:
         self._dispatcher = dispatcher
         self._host = host
+        self._thread = anyio.CapacityLimiter(1)
 
-    async def document(self, question: PromptQuestion) -> Document:
-        """What each realm has of a prompt, the one with most of it first."""
+    async def document(self, body: bytes) -> Document:
+        """What each realm has of the prompt in a body, the one with most of it first.
+
+        Raises `QueryError`.
+        """
         known = [realm for realm in self._dispatcher.realms.all() if _knows_tokens(realm)]
         found: list[Document] = []
         first: KeyChain | None = None
         async with self._host.lock:
+            # A list of tokens takes several times the memory of its body.
+            question = parse_question(body)
             for realm in known:
-                # In a thread: a million tokens take tens of milliseconds.
-                chain = await anyio.to_thread.run_sync(_chain_of, realm, question, first)
+                # In a thread: a million tokens take tens of milliseconds. Cancelled queries keep
+                # the lock until the thread ends; otherwise abandoned threads would pile up.
+                work = functools.partial(_chain_of, realm, question, first)
+                chain = await run_to_end(work, self._thread)
                 first = first or chain
                 if not realm.forgotten:
                     found.append(await self._match(realm, question, chain))

@@ -25,7 +25,7 @@ from sidecar.errors import StartError
 from sidecar.observe.http import listen_on
 from tests import places
 from tests.mappings import open_fds
-from tests.sidecar.client import WAIT_SECONDS_MAX, RunningSidecar, config_in
+from tests.sidecar.client import WAIT_SECONDS_MAX, RunningSidecar, Worker, config_in
 
 TOKEN = "t0ken-of-this-test"
 
@@ -376,6 +376,74 @@ def test_one_address_leaves_room_for_others(
             assert b"200 OK" in other.recv(65536)
             for sock in slow:
                 sock.close()
+
+
+MATCH = (
+    b"POST /match HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    b'Content-Length: 15\r\n\r\n{"tokens": [1]}'
+)
+
+
+class SlowKeys:
+    """Makes the keys of prompts as the sidecar does, but not before `go` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.started, self.go = threading.Event(), threading.Event()
+        self.parsed = 0
+        parse, chain_of = places.find("parse_question").value, places.find("_chain_of").value
+
+        def counted(body: bytes) -> object:
+            self.parsed += 1
+            return parse(body)
+
+        def slow(*given: object) -> object:
+            self.started.set()
+            assert self.go.wait(WAIT_SECONDS_MAX)
+            return chain_of(*given)
+
+        places.patch(monkeypatch, "parse_question", counted)
+        places.patch(monkeypatch, "_chain_of", slow)
+
+
+def abandon(sock: socket.socket) -> None:
+    """Leave, and wait until the sidecar has noticed: it takes this for a close."""
+    sock.shutdown(socket.SHUT_WR)
+    assert at_end(sock)
+
+
+@pytest.mark.promise("http-slow")
+def test_queries_of_clients_that_left_do_not_pile_up(
+    short_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = SlowKeys(monkeypatch)
+    with (
+        RunningSidecar(config_in(short_directory)) as sidecar,
+        Worker(sidecar.path),
+        contextlib.ExitStack() as clients,
+    ):
+        clients.callback(keys.go.set)
+
+        def query() -> socket.socket:
+            sock = clients.enter_context(connect(sidecar))
+            sock.sendall(MATCH)
+            return sock
+
+        first = query()
+        assert keys.started.wait(WAIT_SECONDS_MAX)
+        waiting = [query() for _ in range(20)]
+        for _ in range(10):
+            assert sidecar.get("/healthz") == b"ok\n"
+        assert keys.parsed == 1, "a query that waits holds more than its body"
+        for sock in (*waiting, first):
+            abandon(sock)
+        last = query()
+        # The sidecar reads the query before it answers the last of these.
+        for _ in range(10):
+            assert sidecar.get("/healthz") == b"ok\n"
+        assert keys.parsed == 1, "the next query did not wait for the thread of the first one"
+        keys.go.set()
+        assert b"200 OK" in last.recv(65536)
+        assert keys.parsed == 2, "a query of a client that left was answered"
 
 
 @pytest.mark.parametrize(
