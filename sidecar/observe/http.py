@@ -56,6 +56,7 @@ connection at once is read before that connection is the one that has been idle 
 QUEUED_MAX: Final = 128
 """Connections that the kernel keeps until they are accepted."""
 HEADER_SECONDS_MAX: Final = 5.0
+"""From the first byte of a request to its last, its body included if a route reads it."""
 SWEEP_SECONDS: Final = 1.0
 KEEPALIVE_SECONDS_MAX: Final = 15.0
 LINGER_SECONDS_MAX: Final = 1.0
@@ -94,7 +95,7 @@ class _Connection(asyncio.Protocol):
         self.answering = False
         self.idle_since = begun
         self.asking_since: float | None = begun
-        """Since when an incomplete request is arriving; None: none has begun."""
+        """When the request that arrives or is answered began to arrive; None: none has begun."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.peer = str(transport.get_extra_info("peername", ("",))[0])
@@ -123,6 +124,16 @@ class _Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._handler.resume_writing()
+
+    async def body_of(self, request: web.Request) -> bytes:
+        """Read a body. Until it is complete, the limits of an incomplete request apply."""
+        self.answering = False
+        # A request behind another one may have arrived while that one was answered.
+        self.asking_since = self.asking_since or asyncio.get_running_loop().time()
+        try:
+            return await request.read()
+        finally:
+            self.answering = True
 
     def cut(self) -> None:
         """Close at once, without sending the rest: the client may never read it."""
@@ -231,11 +242,11 @@ class HttpServer:
         connection = self.connections.get(request.protocol)
         if connection is None:
             return await handler(request)
-        connection.asking_since, connection.answering = None, True
+        connection.answering = True
         try:
             return await handler(request)
         finally:
-            connection.answering = False
+            connection.asking_since, connection.answering = None, False
             connection.idle_since = asyncio.get_running_loop().time()
 
     def _sweep(self) -> None:
@@ -243,8 +254,8 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         now = loop.time()
         for connection in list(self.connections.values()):
-            asking = 0.0 if connection.asking_since is None else now - connection.asking_since
-            if asking > HEADER_SECONDS_MAX or now - connection.begun > CONNECTION_SECONDS_MAX:
+            began = now if connection.answering else connection.asking_since or now
+            if now - began > HEADER_SECONDS_MAX or now - connection.begun > CONNECTION_SECONDS_MAX:
                 connection.cut()
         self._sweeper = loop.call_later(SWEEP_SECONDS, self._sweep)
 
@@ -316,7 +327,9 @@ async def _match(documents: Documents, request: web.Request) -> web.Response:
     if request.content_type != "application/json":
         # A page of another site can send what is not JSON without asking.
         raise QueryError(f"Content-Type: {request.content_type[:64]}; send application/json")
-    return _json(await documents.matches.document(await request.read()))
+    assert request.transport is not None, "the loss of a connection cancels its handler"
+    connection = cast("_Connection", request.transport.get_protocol())
+    return _json(await documents.matches.document(await connection.body_of(request)))
 
 
 async def _transfers(documents: Documents, request: web.Request) -> web.Response:
