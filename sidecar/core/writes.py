@@ -104,9 +104,11 @@ class Writes(CorePart):
 
     def restored(self, chunk: Chunk) -> None:
         """A chunk is complete again after a restart; the store may have it."""
-        if self._policy is WritePolicy.THROUGH:
+        if self._policy is WritePolicy.THROUGH or (
+            self._policy is WritePolicy.ON_REUSE and chunk.uses
+        ):
             chunk.realm.backfill[chunk] = None
-        else:
+        elif self._policy is WritePolicy.ON_EVICT:
             self.completed(chunk)
 
     def outstanding_in(self, realm_ids: Collection[int]) -> bool:
@@ -218,7 +220,8 @@ class Writes(CorePart):
         while len(self._running) < self._limits.writes_inflight_max and self.breaker.passes(now):
             while not self.pending and left and (restored := self._next_restored()) is not None:
                 left -= 1
-                self._enqueue(restored, WriteCause.RESTORED)
+                through = self._policy is WritePolicy.THROUGH
+                self._enqueue(restored, WriteCause.RESTORED if through else WriteCause.ON_REUSE)
             if not self.pending:
                 if not left:
                     self._emit(Resume())
@@ -241,9 +244,10 @@ class Writes(CorePart):
 
     def _next_restored(self) -> Chunk | None:
         """Take the newest restored chunk of a realm. A drain leaves them to the next run."""
-        if self._policy is WritePolicy.THROUGH and not self._draining:
+        if not self._draining:
             for realm in self._directory.realms.values():
-                if realm.caught_up and realm.backfill:
+                # Where nothing is read, neither is the catalog, and some is written again.
+                if realm.backfill and (realm.caught_up or not self._limits.store_reads):
                     return realm.backfill.popitem()[0]
         return None
 

@@ -6,6 +6,7 @@ import pytest
 
 from sidecar.core.breaker import BreakerRules
 from sidecar.core.commands import CaughtUp, Draining, StoreOutcome, Tick, Write, WriteCause
+from sidecar.core.outbox import WritePolicy
 from sidecar.core.writes import WRITE_TRIES_MAX
 from sidecar.protocol import Role
 from tests import places
@@ -127,4 +128,27 @@ def test_restored_chunks_that_the_store_has_are_examined_over_several_turns(
         world.resume()
         left.append(len(backfill))
     assert left == [4, 2, 0, 0]
+    assert [write.key for write in world.writes.values()] == [key(1)]
+
+
+def test_restored_chunks_that_were_reused_are_written_once_the_catalog_was_read() -> None:
+    world = make_world(write=WritePolicy.ON_REUSE)
+    worker, scheduler = world.open(Role.WORKER), world.open(Role.SCHEDULER)
+    world.stored(worker, 1, [1, 2, 3])
+    world.use(scheduler, [1, 2])
+    world.restart(StrictLRU())
+    world.open(Role.WORKER)
+    assert not world.writes, "what the store holds is not known yet"
+    world.listed({1: RANK_0})
+    world.send(CaughtUp(0))
+    written = [(write.key, write.cause) for write in world.writes.values()]
+    assert written == [(key(2), WriteCause.ON_REUSE)]
+
+
+def test_restored_chunks_are_written_where_no_catalog_is_read() -> None:
+    world = make_world(store_reads=False)
+    worker = world.open(Role.WORKER)
+    world.stored(worker, 1, [1])
+    world.restart(StrictLRU())
+    world.open(Role.WORKER)
     assert [write.key for write in world.writes.values()] == [key(1)]
