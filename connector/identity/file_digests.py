@@ -40,8 +40,9 @@ LONG_BYTES: Final = 4 * 1024**3
 """From this size on the log reports the beginning and the end."""
 PROGRESS_SECONDS: Final = 10.0
 SETTLED_SECONDS: Final = 2.0
-WAIT_SECONDS_MAX: Final = 900.0
-"""For another process that reads; then this one reads too."""
+WAIT_SECONDS_MIN: Final = 900.0
+SLOW_BYTES_PER_SECOND: Final = 50e6
+"""Another process that reads is waited for as long as this takes; then this one reads too."""
 ENTRIES_KEPT_MAX: Final = 4096
 _HexDigest = Annotated[str, msgspec.Meta(min_length=64, max_length=64)]
 _NEVER: Final = threading.Event()
@@ -65,7 +66,7 @@ def known_digests(stamps: Collection[str]) -> dict[str, str] | None:
         return None
     if folder is None:
         return read_all(stamps)
-    with _alone(folder / "weights.lock", _NEVER, wait=False) as held:
+    with _alone(folder / "weights.lock", _NEVER, wait_seconds=0.0) as held:
         return _read_and_remember(folder, stamps) if held else None
 
 
@@ -86,7 +87,9 @@ def digests_of(
     known = _remembered(folder / "weights.json")
     if all(stamp in known for stamp in stamps):
         return {stamp: known[stamp] for stamp in stamps}
-    with _alone(folder / "weights.lock", stop):
+    # All ranks that read at once would slow each other, and the one that is nearly done.
+    wait_seconds = max(WAIT_SECONDS_MIN, size_bytes_of(stamps) / SLOW_BYTES_PER_SECOND)
+    with _alone(folder / "weights.lock", stop, wait_seconds=wait_seconds):
         return _read_and_remember(folder, stamps, stop, beside_engine=beside_engine)
 
 
@@ -239,10 +242,10 @@ def _remember(place: Path, entries: dict[str, str]) -> None:
 
 
 @contextmanager
-def _alone(path: Path, stop: threading.Event, *, wait: bool = True) -> Generator[bool]:
+def _alone(path: Path, stop: threading.Event, *, wait_seconds: float) -> Generator[bool]:
     """Hold a lock against other processes of this user that read weights.
 
-    Yields whether it is held, which without `wait` it may not be. If there can be no lock, it
+    Yields whether it is held after at most `wait_seconds`. If there can be no lock, it
     counts as held. Raises `ReadingStopped`.
     """
     try:
@@ -251,7 +254,7 @@ def _alone(path: Path, stop: threading.Event, *, wait: bool = True) -> Generator
         yield True
         return
     try:
-        deadline = time.monotonic() + (WAIT_SECONDS_MAX if wait else 0.0)
+        deadline = time.monotonic() + wait_seconds
         held = False
         while not held:
             try:

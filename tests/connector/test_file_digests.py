@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -155,3 +158,23 @@ def test_long_reads_are_logged(
     assert "reading" in caplog.text
     assert "were read in" in caplog.text
     assert cache.is_dir()
+
+
+def test_large_files_that_another_process_reads_are_waited_for_longer(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all ranks reading, the one that is nearly done would be slowed."""
+    places.patch(monkeypatch, "WAIT_SECONDS_MIN", 0.0)
+    read = Mock()
+    places.patch(monkeypatch, "_read_and_remember", read)
+    cache.mkdir(mode=0o700, parents=True)
+    path = tmp_path / "large"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    stop = threading.Event()
+    stop.set()
+    with (cache / "weights.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(file_digests.ReadingStopped):
+            file_digests.digests_of([file_stamp(path)], stop)
+    assert not read.called
