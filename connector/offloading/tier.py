@@ -78,7 +78,7 @@ class _Request:
     """To be read from the object store, in order; asked for at the end of the step."""
     reading: set[bytes] = field(default_factory=set[bytes])
     lookups: dict[int, SidecarSession] = field(default_factory=dict[int, "SidecarSession"])
-    """Released when the request finishes."""
+    """Released when the request runs or has finished."""
     brought: set[bytes] = field(default_factory=set[bytes])
     """Read from the object store for it, and in host memory since."""
     missed: set[bytes] = field(default_factory=set[bytes])
@@ -383,6 +383,8 @@ class KVLakeTier(SecondaryTierManager):
         for request_id in (*context.new_req_ids, *context.preempted_req_ids):
             if (request := self._requests.get(request_id)) is not None:
                 request.carried.clear()
+                # What was read for it is in vLLM's host tier by now, or is not needed.
+                self._release(session, request)
         for request in self._requests.values():
             self._use(session, request)
         for request_id, request in self._requests.items():
@@ -420,10 +422,16 @@ class KVLakeTier(SecondaryTierManager):
         if request is None or session is None:
             return
         self._use(session, request)
-        if lookups := [one for one, asked in request.lookups.items() if asked is session]:
-            for lookup_id in lookups:
-                self._reads.pop(lookup_id, None)
-            self.client.send(session, Release(session.epoch, [], lookups))
+        for lookup_id in request.lookups:
+            self._reads.pop(lookup_id, None)
+        self._release(session, request)
+
+    def _release(self, session: SidecarSession | None, request: _Request) -> None:
+        """End the lookups of a request that were answered, and so their pins."""
+        over = [one for one in request.lookups if one not in self._reads]
+        asked = [one for one in over if request.lookups.pop(one) is session]
+        if session is not None and asked:
+            self.client.send(session, Release(session.epoch, [], asked))
 
     def drain_jobs(self) -> None:
         """End all jobs, because vLLM resets its cache; nothing from before is found here either.

@@ -312,6 +312,29 @@ def test_from_the_object_store(tmp_path: Path) -> None:
         sidecar.wait("nothing is pinned", lambda status: not status["leases"])
 
 
+def test_lookups_of_a_request_that_runs_pin_nothing(tmp_path: Path) -> None:
+    prompt = words(5)
+    place = tmp_path / "store"
+    place.mkdir()
+    store = {"url": f"file://{place}", "refresh_seconds": "200ms", "recompute": "never"}
+    config = CONFIG | {"store": store}
+    with SidecarProcess(tmp_path / "s", config) as sidecar, node(sidecar) as first:
+        first.store("a", prompt)
+        first.settle()
+        assert sidecar.drain() == 0
+    with SidecarProcess(tmp_path / "s", config) as sidecar, node(sidecar) as second:
+        sidecar.wait("the store is listed", lambda status: status["tiers"]["store"]["chunks"] >= 5)
+        context, keys = second.request("b", prompt)
+        second.until(
+            lambda: all(second.manager.lookup(key, context) is LookupResult.HIT for key in keys)
+        )
+        assert sidecar.status()["waiting"]["lookups"]["used"] > 0
+        second.manager.on_schedule_end(ScheduleEndContext(["b"], ()))
+        sidecar.wait("it ends", lambda status: not status["waiting"]["lookups"]["used"])
+        assert sidecar.status()["counters"]["leases_expired"] == 0
+        second.manager.on_request_finished(context)
+
+
 @pytest.mark.promise("offloading-params")
 def test_a_request_may_leave_out_the_object_store(tmp_path: Path) -> None:
     """For writing and for reading."""
