@@ -8,6 +8,9 @@ a later write, or when it is the oldest of a full list; the order of the catalog
 matter. Clocks only order rows of one chunk: a wrong clock costs a miss or a read without result.
 """
 
+from collections import OrderedDict
+from itertools import repeat
+
 import numpy as np
 import numpy.typing as npt
 
@@ -23,8 +26,11 @@ class StoreView(CorePart):
     def __init__(self, parts: CoreParts) -> None:
         super().__init__(parts)
         self._announces = parts.limits.write is not WritePolicy.OFF
-        self.withdrawn: dict[tuple[int, bytes], tuple[int, int]] = {}
-        """(realm_id, key) -> ranks, and the time up to which their writes do not count."""
+        self.withdrawn: OrderedDict[tuple[int, bytes], tuple[int, int]] = OrderedDict()
+        """(realm_id, key) -> ranks, and the time up to which their writes do not count.
+
+        An `OrderedDict` for the same reason as in `GoneKeys`.
+        """
 
     def withdrawn_until(self, realm: Realm, key: bytes) -> int:
         """The newest write of this chunk that does not count: a new one must be later."""
@@ -81,7 +87,7 @@ class StoreView(CorePart):
         known_mask, known_time = self.withdrawn.pop(name, (0, 0))
         self.withdrawn[name] = (known_mask | mask, max(known_time, time))
         if len(self.withdrawn) > self._limits.quarantine_keys_max:
-            del self.withdrawn[next(iter(self.withdrawn))]
+            self.withdrawn.popitem(last=False)
 
     def listed(self, event: Listed) -> Keys | None:
         """Apply rows of the catalog.
@@ -111,13 +117,18 @@ class StoreView(CorePart):
 
     def _known(self, realm: Realm, rows: ListedRows) -> npt.NDArray[np.bool_]:
         """Rows of chunks that are withdrawn (and perhaps a few more), or have a `Chunk`; [n]."""
-        gone = [key[:8] for realm_id, key in self.withdrawn if realm_id == realm.realm_id]
         words, _ = tags_of(rows.keys)
         # Half a tag is enough: a row of another chunk is as well applied alone as by columns.
-        gone_words = np.append(words[rows.withdrawn], np.frombuffer(b"".join(gone), dtype=">u8"))
-        found = np.isin(words, gone_words)
+        found = np.isin(words, words[rows.withdrawn])
+        if not self.withdrawn and not realm.chunks:
+            return found
+        keys = key_list(rows.keys)
+        # Once the list is full, comparing with all of it costs more than to apply the rows.
+        if self.withdrawn:
+            names = zip(repeat(realm.realm_id), keys, strict=False)
+            found |= np.fromiter(map(self.withdrawn.__contains__, names), np.bool_)
         if realm.chunks:
-            found |= np.fromiter(map(realm.chunks.__contains__, key_list(rows.keys)), np.bool_)
+            found |= np.fromiter(map(realm.chunks.__contains__, keys), np.bool_)
         return found
 
     def _apply(self, realm: Realm, row: ListedRow) -> None:

@@ -26,6 +26,7 @@ from sidecar.protocol import (
 from tests.sidecar.catalog_rows import listed_rows
 from tests.sidecar.engine_answers import done, messages, only
 from tests.sidecar.engine_names import ALL_RANKS, BLOCK_TOKENS, EPOCH, RANK_0, ROOT, key, layout
+from tests.sidecar.unwalked import Unwalked
 from tests.sidecar.worlds import looking, make_world
 
 SLOT_BYTES = layout(0).payload_bytes(2)
@@ -212,6 +213,20 @@ def test_a_chunk_whose_key_begins_like_that_of_a_withdrawn_one() -> None:
     third = key(1)[:8] + b"3" * 24
     world.send(Listed(0, listed_rows([ListedRow(third, 1, 1, withdrawn=False)])))
     assert world.index[0, third] == (False, True)
+
+
+def test_a_slice_of_rows_does_not_walk_the_withdrawn_chunks() -> None:
+    world = make_world(quarantine_keys_max=4)
+    world.open(Role.WORKER)
+    world.listed(dict.fromkeys((1, 2, 3, 4), RANK_0), written_at=5, withdrawn=True)
+    store = world.engine.store
+    store.withdrawn = Unwalked(store.withdrawn)
+    world.listed({1: RANK_0, 5: RANK_0}, written_at=5)
+    assert world.index == {(0, key(5)): (False, True)}
+    # The list is full, so the oldest one leaves it.
+    world.listed({6: RANK_0}, written_at=5, withdrawn=True)
+    world.listed({1: RANK_0, 2: RANK_0}, written_at=5)
+    assert world.index == dict.fromkeys([(0, key(5)), (0, key(1))], (False, True))
 
 
 def test_a_listing_tells_the_index_and_whoever_follows_of_what_can_be_read_now() -> None:
