@@ -1,7 +1,8 @@
 """The invariants of the sidecar's engine between two events.
 
 Owns what must hold between its parts: every allocated slot is in one place, every pin has an owner,
-every share holds the queued work, and what runs on a slot is what the parts say is running.
+every share holds the queued work, queued writes are counted, and what runs on a slot is what the
+parts say is running.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from sidecar.core.engine import Engine
     from sidecar.core.pins import Pins
     from sidecar.core.reads import ReadQueue
+    from sidecar.core.writes import Writes
 
 
 def _check_shares(engine: Engine) -> None:
@@ -60,6 +62,13 @@ def check_queue(queue: ReadQueue) -> None:
     assert sessions_of == queue.sessions_of, "a queued read is miscounted"
 
 
+def _check_writes(writes: Writes) -> None:
+    """The queue of writes holds as many ranks and bytes as it says."""
+    queued = writes.pending.values()
+    assert writes.pending_ranks == sum(len(one.ranks) for one in queued), "ranks are miscounted"
+    assert writes.pending_bytes == sum(one.num_bytes for one in queued), "bytes are miscounted"
+
+
 def check(engine: Engine) -> None:
     """Verify the invariants; raises AssertionError. Costs time linear in what is held."""
     chunks = [c for realm in engine.directory.realms.values() for c in realm.chunks.values()]
@@ -91,6 +100,7 @@ def check(engine: Engine) -> None:
     kept = Counter(one.chunk for one in engine.request_pins)
     pins.update(kept)
     assert pins == pin_counts(engine.pins), "a pin of no lease and no lookup, or one that is lost"
+    _check_writes(engine.writes)
     check_queue(engine.reads.queue)
     for segment in engine.reads.queue.sessions_of:
         assert segment.chunk in engine.lookups.waiters, "a read is queued that nobody waits for"

@@ -77,6 +77,8 @@ class Writes(CorePart):
         self._room = room
         self.pending: dict[Chunk, PendingWrite] = {}
         self.pending_bytes = 0
+        self.pending_ranks = 0
+        """Queued ranks of all chunks. Counted, because a drain asks for them after every event."""
         self._outstanding: dict[_Account, tuple[int, int]] = {}
         """Bytes and objects that are queued or being written: they count for the tenant already."""
         self._begun: dict[int, tuple[int, int]] = {}
@@ -196,6 +198,7 @@ class Writes(CorePart):
         pending = PendingWrite(account, ranks, num_bytes, tries, cause)
         self.pending[chunk] = pending
         self.pending_bytes += num_bytes
+        self.pending_ranks += len(ranks)
         _add(self._outstanding, pending.account, num_bytes, len(ranks))
         while self.pending_bytes > self._queue_bytes_max and len(self.pending) > 1:
             self._drop(next(iter(self.pending)))
@@ -203,6 +206,7 @@ class Writes(CorePart):
     def _take_out(self, chunk: Chunk) -> PendingWrite:
         pending = self.pending.pop(chunk)
         self.pending_bytes -= pending.num_bytes
+        self.pending_ranks -= len(pending.ranks)
         _add(self._outstanding, pending.account, -pending.num_bytes, -len(pending.ranks))
         if pending.begun:
             _add(self._begun, pending.account[0], -pending.num_bytes, -len(pending.ranks))
@@ -234,6 +238,7 @@ class Writes(CorePart):
             segment = chunk.segments[pending.ranks.pop(0)]
             pending.num_bytes -= segment.slot_bytes
             self.pending_bytes -= segment.slot_bytes
+            self.pending_ranks -= 1
             if not pending.ranks:
                 del self.pending[chunk]
             if not chunk.realm.obtainable(chunk.key) >> segment.rank & 1:

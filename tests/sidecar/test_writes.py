@@ -21,6 +21,7 @@ from sidecar.protocol import Outcome, Role
 from tests.sidecar.engine_answers import answer, messages, only
 from tests.sidecar.engine_names import RANK_0, key, layout
 from tests.sidecar.engine_world import World
+from tests.sidecar.unwalked import Unwalked
 from tests.sidecar.worlds import looking, make_world
 
 SLOT_BYTES = layout(0).payload_bytes(2)
@@ -249,6 +250,17 @@ def test_what_waits_is_bounded_in_bytes() -> None:
     finish(world)
     assert world.engine.counters.chunks_written == 4
     assert world.engine.writes.pending_bytes == 0
+
+
+def test_pending_work_does_not_walk_the_queue() -> None:
+    world = make_world(writes_inflight_max=1)
+    workers = [world.open(Role.WORKER, rank=rank, world_size=2) for rank in (0, 1)]
+    for worker in workers:
+        world.stored(worker, 1, [1, 2])
+    writes = world.engine.writes
+    writes.pending = Unwalked(writes.pending)
+    # One of the four segments is being written.
+    assert world.engine.pending_work().writes_pending == 3
 
 
 # --- a namespace at its bound --------------------------------------------------------------------
