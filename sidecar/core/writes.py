@@ -13,6 +13,7 @@ be reported as lost.
 """
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeVar
@@ -75,7 +76,8 @@ class Writes(CorePart):
         self._queue_bytes_max = parts.limits.write_queue_bytes_max
         self._admit = admit
         self._room = room
-        self.pending: dict[Chunk, PendingWrite] = {}
+        # To find the first of a dict takes time with the number of those that were removed.
+        self.pending = OrderedDict[Chunk, PendingWrite]()
         self.pending_bytes = 0
         self.pending_ranks = 0
         """Queued ranks of all chunks. Counted, because a drain asks for them after every event."""
