@@ -262,7 +262,8 @@ class Client:
             how = socket.SHUT_WR if release_seconds_max else socket.SHUT_RDWR
             with contextlib.suppress(OSError):
                 connection.shutdown(how)
-        if self.thread.is_alive():
+        # One that has not begun cannot be joined.
+        with contextlib.suppress(RuntimeError):
             self.thread.join(timeout=wait_seconds_max + release_seconds_max)
         self._released = not (self._unanswered or self.thread.is_alive())
         if connection is not None:

@@ -147,7 +147,7 @@ REPLIES = st.one_of(
 ATTACHES = st.builds(
     msgspec.structs.replace,
     st.sampled_from([WORKER, SCHEDULER]),
-    engine_id=st.text(min_size=1, max_size=256),
+    engine_id=st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=256),
     topology=st.text(min_size=1, max_size=256),
     namespace=st.binary(min_size=1, max_size=100),
     world_size=st.integers(5, 4096),
@@ -159,7 +159,7 @@ DECLINED = st.builds(
     Declined,
     version=st.just(PROTOCOL_VERSION),
     role=st.sampled_from(Role),
-    engine_id=st.text(min_size=1, max_size=256),
+    engine_id=st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=256),
     reason=st.from_regex(r"\A[a-z_]{1,32}\Z"),
     message=st.text(PRINTABLE, min_size=1, max_size=DECLINED_CHARS_MAX),
 )
