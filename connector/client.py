@@ -11,7 +11,6 @@ Does not own what messages mean (`scheduler/`, `worker.py`), nor the content of 
 """
 
 import contextlib
-import errno
 import logging
 import os
 import socket
@@ -49,6 +48,7 @@ from sidecar.protocol.codec import (
     frame_stream,
     stream_length,
 )
+from sidecar.protocol.peer import peer_of, require_own
 from tiers.kv.index import ANYWHERE, IndexReader, tags_of
 
 logger = logging.getLogger("vllm.kvlake")
@@ -110,9 +110,7 @@ def connect(paths: tuple[str, ...]) -> socket.socket:
         try:
             connection.connect(path)
             if len(paths) > 1 and path.startswith("/tmp/"):  # noqa: S108 (see above)
-                owner = os.lstat(path).st_uid
-                if owner not in (0, os.getuid()):
-                    raise PermissionError(errno.EPERM, f"it belongs to uid {owner}", path)
+                require_own(peer_of(connection), path)
         except OSError:
             connection.close()
             if path == last:

@@ -22,6 +22,9 @@ from sidecar.protocol.prompts import PromptOutcome
 
 SESSIONS_ASKED_MAX: Final = 4
 """Sessions that one request asks in turn, so that a restarting sidecar cannot delay it for ever."""
+EXPECTED_SECONDS_EACH: Final = 200e-6
+"""Between two lookups of requests that expect chunks, ten times what one takes: any client may send
+thousands of such requests, and no step may look up all of them."""
 REASONS: Final = {
     Outcome.EXPIRED: PromptOutcome.LATE,
     Outcome.RECOMPUTED: PromptOutcome.PLANNER,
@@ -43,6 +46,8 @@ class PendingLookups:
     times: PrefillTimes = field(default_factory=PrefillTimes, init=False)
     lookups: dict[int, RequestState] = field(default_factory=dict[int, "RequestState"], init=False)
     expecting_ids: set[str] = field(default_factory=set[str], init=False)
+    _looked_up: float = field(default=0.0, init=False)
+    """When the last of these requests is due to be looked up again."""
 
     @property
     def pending(self) -> bool:
@@ -62,17 +67,22 @@ class PendingLookups:
         """Whether a request still waits for another engine's chunks."""
         if state.expects_until is None:
             return False
+        now = self.clock()
+        if now < min(state.expects_again, state.expects_until):
+            return True
+        self._looked_up = max(now, self._looked_up) + EXPECTED_SECONDS_EACH
+        state.expects_again = self._looked_up
         wanted = min(state.request_params.expects_tokens, self.finder.longest(state))
         found = local_tokens
         if found < wanted:
             hit = self.finder.hit(state, session, local_tokens)
             found = hit.wanted_tokens if state.request_params.asks_store else hit.end_tokens
-        if found < wanted and self.clock() < state.expects_until:
+        if found < wanted and now < state.expects_until:
             return True
         if found < wanted:
             self.stats.expected_late += 1
             limit = state.expects_until - state.expects_from
-            state.late = (self.clock() - state.expects_from, limit)
+            state.late = (now - state.expects_from, limit)
         state.expects_until = None
         self.expecting_ids.discard(state.request.request_id)
         return False

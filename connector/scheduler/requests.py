@@ -121,6 +121,8 @@ class RequestState:
     """The deadline for chunks of another engine."""
     expects_from: float = 0.0
     """When it began to wait for them."""
+    expects_again: float = 0.0
+    """When it is looked up next."""
     used: bool = False
     """The sidecar knows of its prompt."""
     counted: bool = False

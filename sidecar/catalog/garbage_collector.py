@@ -232,6 +232,10 @@ class Collector:
             if not self._failing:
                 _logger.warning("collection failed", extra=fields(reason=error))
             self._failing = True
+        except Exception:
+            # What is in a bucket is foreign. It must not end the sidecar, which serves engines.
+            self.collected.rounds_failed += 1
+            _logger.exception("collection failed")
         every = self._settings.gc.every
         return min(every, self._lease.expires_in or every)
 

@@ -25,6 +25,7 @@ from sidecar.cli.console import (
 from sidecar.cli.contents import WITHDRAWN_COLUMNS, ListWriter, chunk_documents, chunk_line
 from sidecar.cli.store import TENANTS_SHOWN_MAX, TenantNames, find_namespaces, namespace_of, run
 from sidecar.config.model import Config
+from sidecar.sessions.model_names import printable
 from tiers.catalog.compaction import compact
 from tiers.catalog.lease import CatalogLease
 from tiers.catalog.major_compaction import CompactionReport
@@ -174,9 +175,10 @@ async def _take(lease: CatalogLease) -> None:
     until = time.monotonic() + 2 * LEASE_SECONDS
     while not await lease.acquire():
         if time.monotonic() > until:
+            # Anybody who can write to the store can choose the name.
+            holder = printable(lease.other.holder)
             raise CommandError(
-                f"the store's lease is held by {lease.other.holder}, which is collecting; try "
-                "again later"
+                f"the store's lease is held by {holder}, which is collecting; try again later"
             )
         await anyio.sleep(LEASE_POLL_SECONDS)
 

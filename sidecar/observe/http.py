@@ -20,12 +20,14 @@ Invariants:
 import asyncio
 import errno
 import hmac
+import ipaddress
 import json
 import re
 import socket
 import time
 from collections.abc import Awaitable, Callable
 from typing import Final, cast
+from urllib.parse import urlsplit
 
 from aiohttp import web
 from prometheus_client import generate_latest
@@ -159,7 +161,7 @@ class HttpServer:
         """By aiohttp's handler."""
         self._sweeper: asyncio.TimerHandle | None = None
         self._page_text, self._page_headers = page.load()
-        self.refused = {"connection": 0, "token": 0}
+        self.refused = {"connection": 0, "token": 0, "host": 0}
         """Connections, and requests without the token."""
         application = web.Application(middlewares=[self._answering], client_max_size=BODY_BYTES_MAX)
         application.router.add_get("/", self._page)
@@ -269,7 +271,31 @@ class HttpServer:
         same = hmac.compare_digest(given.strip().encode("utf-8", "replace"), self._token)
         return same and scheme.lower() == "bearer"
 
+    def _addressed(self, request: web.Request) -> bool:
+        """Whether a request without a token is for this address, and not for a name of others.
+
+        A page whose own name was made to resolve to this address after it was loaded is of the same
+        origin for its browser, and may read the answers.
+        """
+        given = request.headers.get("Host")
+        if self._token or given is None:
+            return True
+        try:
+            name = urlsplit(f"//{given}").hostname or ""
+            if name != "localhost":
+                ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
     async def _guarded(self, request: web.Request) -> web.StreamResponse:
+        if not self._addressed(request):
+            self.refused["host"] += 1
+            return web.Response(
+                status=421,
+                text=f"Host: {request.headers['Host'][:64]!r}: without http.token this address "
+                "answers to localhost and to IP addresses only; use one, or set http.token_file\n",
+            )
         if not self._authorized(request):
             self.refused["token"] += 1
             return web.Response(

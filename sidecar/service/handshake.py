@@ -34,12 +34,13 @@ from sidecar.protocol import (
     Role,
 )
 from sidecar.protocol.codec import ProtocolError, decode_first, encode, frame_stream
+from sidecar.protocol.peer import Peer
 from sidecar.service.dispatcher import Dispatcher
 from sidecar.service.realm_eviction import RealmEviction
 from sidecar.service.start_checks import cgroup_room
 from sidecar.sessions.session import Session, check_shape
 from sidecar.sessions.worker_memory import WorkerMemory, take_memory
-from sidecar.transport.unix_socket import Connection, Peer, close_fds
+from sidecar.transport.unix_socket import Connection, close_fds
 from tiers.errors import LayoutError, PoolError
 from tiers.sizes import approximate_size
 

@@ -23,8 +23,8 @@ from sidecar.protocol import (
     FirstMessage,
 )
 from sidecar.protocol.codec import ProtocolError
+from sidecar.protocol.peer import Peer
 from sidecar.sessions.model_names import printable
-from sidecar.transport.unix_socket import Peer
 
 REFUSED: Final = "refused"
 OTHER: Final = "other"

@@ -151,9 +151,13 @@ class RealmLayout:
         return object_name(self.namespace_digest, key, self.by_bit(bit).layout.segment)
 
     def register_foreign(self, names: Iterable[str]) -> None:
-        """Add segments of other parallel layouts that overlap with this realm's ranks."""
+        """Add segments of other parallel layouts of this realm's model. All ranks are known."""
         known = self.masks_by_segment()
         own = [rank.layout for rank in self.ranks.values()]
+        segments = [layout.segment for layout in own]
+        layers = max(one.first_layer + one.num_layers for one in segments)
+        heads = max(one.first_head + one.num_heads for one in segments)
+        whole = Segment(0, layers, 0, heads)
         for name in dict.fromkeys(names):
             if name in known or len(self.foreign) >= FOREIGN_MAX:
                 continue
@@ -163,7 +167,10 @@ class RealmLayout:
             except LayoutError:
                 # Not a segment of this model.
                 continue
-            if any(overlap(segment, one.segment) for one in own):
+            # A segment that exceeds the model is not of it, and would be read into as much memory
+            # as its name says.
+            inside = overlap(segment, whole) == segment
+            if inside and any(overlap(segment, one) for one in segments):
                 self.foreign.append(
                     RankLayout(layout, SlotTemplates(layout, self.namespace_digest))
                 )

@@ -20,9 +20,7 @@ import contextlib
 import logging
 import os
 import socket
-import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -32,6 +30,7 @@ from sidecar.errors import AttachRefused, StartError
 from sidecar.logs import fields
 from sidecar.protocol import FDS_PER_ATTACH_MAX
 from sidecar.protocol.codec import frame_stream, stream_length
+from sidecar.protocol.peer import Peer, peer_of
 
 QUEUED_MAX: Final = 4096
 """Connections that the kernel queues; others are refused at once. Its default limit: every user who
@@ -41,18 +40,8 @@ ACCEPT_RETRY_SECONDS: Final = 0.1
 ATTACH_BYTES_MAX: Final = 1024 * 1024
 # More than are allowed, so that extra descriptors arrive and can be refused.
 _FDS_RECEIVED_MAX: Final = 32
-_CREDENTIALS: Final = struct.Struct("iII")
 
 _logger = logging.getLogger("kvlake.server")
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """The process at the other end, from the kernel (SO_PEERCRED)."""
-
-    pid: int
-    uid: int
-    gid: int
 
 
 class UnixListener:
@@ -114,8 +103,7 @@ class UnixListener:
                 return
             try:
                 sock.setblocking(False)
-                packed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-                self._accepted(sock, Peer(*_CREDENTIALS.unpack(packed)))
+                self._accepted(sock, peer_of(sock))
             except BaseException as error:
                 self._broke(error)
 

@@ -32,7 +32,8 @@ from pathlib import Path
 from typing import ClassVar, Final
 
 from sidecar.protocol import FRAME_BYTES_MAX
-from sidecar.transport.unix_socket import Peer, UnixListener
+from sidecar.protocol.peer import Peer
+from sidecar.transport.unix_socket import UnixListener
 
 WAKE_SECONDS_MAX: Final = 0.002
 LINGER_SECONDS_MAX: Final = 0.2

@@ -11,13 +11,14 @@ import resource
 import threading
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 
 from connector.client import Attempt, Client
 from sidecar.protocol import IndexMoved, Refused, Release, Role
 from sidecar.protocol.codec import encode, frame_stream
+from sidecar.protocol.peer import Peer
+from tests import places
 from tests.connector.clients import attach_of, live, make_client, sidecar
 from tests.connector.double import LIMITS, SALT
 from tests.connector.listening import WAIT_SECONDS_MAX, Sidecar, until
@@ -337,13 +338,14 @@ def test_every_place_that_was_tried_is_named(
     )
 
 
+@pytest.mark.promise("foreign-listener")
 def test_a_socket_of_another_user_in_tmp_is_not_used(
     make_client: Callable[..., Client],
     sidecar: Sidecar,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(os, "getuid", lambda: 12345)
-    monkeypatch.setattr(os, "lstat", lambda _path: SimpleNamespace(st_uid=54321))
+    """The owner of its path was checked, which the owner of its directory can replace meanwhile."""
+    places.patch(monkeypatch, "peer_of", lambda _connection: Peer(1, 54321, 1))
     make_client(None, f"{sidecar.path}.absent", sidecar.path)
     until(lambda: any("it belongs to uid 54321" in one for one in caplog.messages), "refused")

@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 
 from connector.events import events_endpoints
 from connector.identity.profile import EngineProfile
+from connector.scheduler.lookup import Hit, HitFinder
 from connector.vllm import KVLakeConnector
 from sidecar.protocol import Lookup, Pin, Release, Submit
 from tests import places
@@ -380,9 +381,38 @@ class TestHandingOver:
         (engine.sidecar.parts if tier == "host" else engine.sidecar.store).update(late)
         for key in late:
             engine.sidecar.tell_flags(key)
+        engine.clock.now += 0.01
         engine.finish(request)
         engine.settle()
         assert engine.computed["b"] == len(PROMPT) - CACHED
+        engine.check_idle()
+
+    def test_many_that_wait_are_not_all_looked_up_in_each_step(
+        self, make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Any client may send them, and each cost every step a lookup for up to a minute."""
+        engine, lookups = make(), 0
+        hit = HitFinder.hit
+
+        def counted(*given: Any) -> Hit:
+            nonlocal lookups
+            lookups += 1
+            return hit(*given)
+
+        monkeypatch.setattr(HitFinder, "hit", counted)
+        wait = {"expect_tokens": CACHED, "wait_seconds": 60}
+        requests = [engine.add(wishing(str(number), wait)) for number in range(50)]
+        engine.step()
+        seen_at_first, lookups = lookups, 0
+        for _ in range(40):
+            engine.clock.now += 0.005
+            engine.step()
+        assert seen_at_first >= 50
+        # As often as if there were few of them, and each in its turn.
+        assert 900 <= lookups <= 1100
+        for request in requests:
+            engine.abort(request)
+        engine.settle()
         engine.check_idle()
 
     def test_and_no_longer_than_was_said(self, make: Callable[..., Engine]) -> None:

@@ -29,7 +29,7 @@ from tiers.catalog.scan import Superseded
 from tiers.errors import TierExpired
 
 if TYPE_CHECKING:
-    from tiers.store.client import Bytes
+    from tiers.store.client import Bytes, Listing
 
 
 async def test_a_namespace_that_waits_for_a_person_does_not_keep_the_others_from_their_rounds() -> (
@@ -187,6 +187,20 @@ async def test_one_that_was_killed_keeps_nobody_from_collecting_beyond_its_lease
     assert await collector.poll() == 600.0
     assert collector.collected.rounds_left == 2, "it was left to one that is dead"
     assert await CatalogLease(View(bucket), "next", seconds=60, clock=clock).acquire()
+
+
+async def test_a_round_with_a_fault_of_ours_does_not_end_the_sidecar(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Odd(View):
+        async def list(self, *_: object, **__: object) -> Listing:
+            raise ZeroDivisionError("a bug")
+
+    config = loads("store:\n  url: file:///not/used\n  gc: {every: 10m}\n", environment={})
+    collector = Collector(Odd(Bucket()), config, StoreHealth(creates=True), lambda: 0)
+    assert await collector.poll() == 600.0
+    assert collector.collected.rounds_failed == 1
+    assert "a bug" in caplog.text
 
 
 async def test_a_lease_that_is_over_and_cannot_be_taken_is_asked_for_in_its_turn() -> None:

@@ -45,8 +45,8 @@ def guarded(short_directory: Path) -> Iterator[RunningSidecar]:
         yield running
 
 
-def ask(url: str, authorization: str | None = None) -> tuple[int, bytes]:
-    request = urllib.request.Request(url)
+def ask(url: str, authorization: str | None = None, **headers: str) -> tuple[int, bytes]:
+    request = urllib.request.Request(url, headers=headers)
     if authorization is not None:
         request.add_header("Authorization", authorization)
     try:
@@ -85,6 +85,16 @@ def test_pages_with_content_need_the_token(guarded: RunningSidecar, page: str) -
     assert ask(url, f"bearer  {TOKEN} ")[0] == 200
     _, metrics = ask(f"{guarded.info.http_url}/metrics", f"Bearer {TOKEN}")
     assert f'kvlake_http_refused_total{{why="token"}} {float(len(refused))}'.encode() in metrics
+
+
+@pytest.mark.promise("http-rebinding")
+def test_a_name_that_others_made_for_this_address_is_refused(sidecar: RunningSidecar) -> None:
+    """A web page whose name comes to mean 127.0.0.1 is of the same origin, and read everything."""
+    url = f"{sidecar.info.http_url}/prompts"
+    for host in ("localhost:9", "127.0.0.1:9", "[::1]:9", "localhost"):
+        assert ask(url, Host=host)[0] == 200, host
+    for host in ("page.example:9", "127.0.0.1.page.example", "[x"):
+        assert ask(url, Host=host)[0] == 421, host
 
 
 def test_probes_need_none_and_learn_codes_only(
@@ -205,7 +215,7 @@ def answer_to(sidecar: RunningSidecar, request: bytes) -> bytes:
         b"GET /healthz HTTP/1.1\r\nX: " + b"a" * 100_000 + b"\r\n\r\n",
         b"GET /healthz HTTP/1.1\r\n" + b"X: a\r\n" * 1000 + b"\r\n",
         b"\x00\xff" * 1000,
-        b"GET /healthz HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
+        b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
     ],
 )
 def test_requests_out_of_bounds_are_refused(sidecar: RunningSidecar, request_bytes: bytes) -> None:
@@ -214,7 +224,7 @@ def test_requests_out_of_bounds_are_refused(sidecar: RunningSidecar, request_byt
 
 
 def test_a_body_is_not_read(sidecar: RunningSidecar) -> None:
-    head = b"POST /status HTTP/1.1\r\nHost: x\r\nContent-Length: 1099511627776\r\n\r\n"
+    head = b"POST /status HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1099511627776\r\n\r\n"
     assert b" 405 " in answer_to(sidecar, head + bytes(1000))
     assert sidecar.get("/healthz") == b"ok\n"
 
@@ -272,10 +282,10 @@ def test_slow_clients_do_not_use_up_descriptors(
 
 
 MATCH = (
-    b"POST /match HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    b"POST /match HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     b'Content-Length: 15\r\n\r\n{"tokens": [1]}'
 )
-PROBE = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
+PROBE = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
 HALF_HEADERS = b"GET /healthz HTTP/1.1\r\nX-"
 HALF_BODY = MATCH[:-1]
 
@@ -367,7 +377,7 @@ def test_who_never_reads_an_answer_is_cut_off(
             sock.connect((host, int(port)))
             with contextlib.suppress(ConnectionError):
                 for _ in range(20_000):
-                    sock.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+                    sock.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
             deadline = time.monotonic() + WAIT_SECONDS_MAX
             # The test's own end is left.
             while open_fds() > before + 1:

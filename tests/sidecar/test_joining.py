@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from sidecar.exits import Exit
 from tests import places
 
 WAIT_SECONDS_MAX = 60.0
+OTHER_UID = 54321
 
 
 def wait_for(happened: Callable[[], object], said: Callable[[], str]) -> None:
@@ -118,6 +120,27 @@ def test_the_second_run_joins_and_the_last_one_drains(node: Node) -> None:
     # It writes to the log of the run that started it.
     first.wait_says("drained")
     wait_for(lambda: not is_locked(node.home), first.log)
+
+
+@pytest.mark.promise("foreign-listener")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can listen as another user")
+def test_a_sidecar_of_another_user_is_not_joined(node: Node) -> None:
+    """It was, if that user had made the directory in /tmp first, and was sent the KV memory."""
+    node.home.mkdir(parents=True)
+    node.home.chmod(0o777)
+    os.chown(node.home, OTHER_UID, OTHER_UID)
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(node.home / "attach.sock"))
+        os.seteuid(OTHER_UID)
+        try:
+            other.listen()
+        finally:
+            os.seteuid(0)
+        run = node.run()
+        assert run.process.wait(WAIT_SECONDS_MAX) != 0
+        assert f"belongs to uid {OTHER_UID}" in run.log()
+        assert "joined" not in run.log()
+        assert "engine" not in run.log()
 
 
 def test_a_killed_starter_does_not_end_the_sidecar_of_others(node: Node) -> None:

@@ -329,6 +329,15 @@ def test_foreign_segments_are_few_and_of_use() -> None:
     assert len(realm.foreign) == 9
 
 
+@pytest.mark.promise("foreign-segments")
+def test_segments_that_exceed_the_model_are_not_of_it() -> None:
+    """A name in the bucket says how much memory a read of it takes."""
+    realm = realm_of(grid(2, 1), [])
+    names = [f"0-{LAYERS}.0-{HEADS + 1}", f"0-{LAYERS + 1}.0-{HEADS}", f"0-{LAYERS}.0-{HEADS}"]
+    realm.register_foreign(names)
+    assert [one.layout.segment.name for one in realm.foreign] == names[-1:]
+
+
 async def test_ranks_that_need_different_objects_share_those_in_common(tmp_path: Path) -> None:
     """Two of three ranks need both halves of the heads or layers, and each half is read once."""
     store = UrlObjects(f"file://{tmp_path}")

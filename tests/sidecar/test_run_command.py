@@ -18,7 +18,13 @@ from vllm.config.kv_events import KVEventsConfig
 from sidecar.app import ANNOUNCE_SECONDS_MAX, HANGING_SECONDS_MAX, STORE_CLOSE_SECONDS_MAX
 from sidecar.cli.console import CommandError
 from sidecar.cli.run import DRAIN_GRACE_SECONDS, run, serve_command
-from sidecar.cli.run.engine_command import misfit, transfer_config, with_connector, with_events
+from sidecar.cli.run.engine_command import (
+    misfit,
+    shown,
+    transfer_config,
+    with_connector,
+    with_events,
+)
 from sidecar.config.model import Config, loads
 from sidecar.config.sections import EventsSettings
 from sidecar.exits import LEAVE_SECONDS_MAX
@@ -146,6 +152,22 @@ def test_nothing_is_started_if_chunks_do_not_fit(tmp_path: Path) -> None:
 def test_another_program_is_refused_with_a_remedy(config: Config) -> None:
     with pytest.raises(CommandError, match=r"does not name vllm.*kvlake serve.*KVLakeConnector"):
         with_connector(["python", "server.py"], config)
+
+
+@pytest.mark.promise("secrets-commands")
+@pytest.mark.parametrize(
+    ("given", "logged"),
+    [
+        ("--api-key sk-1 sk-2 --port 1", "--api-key '***' '***' --port 1"),
+        ("--api_key=sk-1 --hf-token sk-1", "'--api_key=***' --hf-token '***'"),
+        ("--max-num-batched-tokens 8192", "--max-num-batched-tokens 8192"),
+        ("--ssl-keyfile /key.pem", "--ssl-keyfile /key.pem"),
+    ],
+)
+def test_secrets_of_the_engine_are_not_logged(given: str, logged: str) -> None:
+    assert shown(["vllm", "serve", "M", *given.split()]) == f"vllm serve M {logged}"
+    variable = shown(["env", "VLLM_API_KEY=sk-1", "vllm", "serve", "key"])
+    assert variable == "env 'VLLM_API_KEY=***' vllm serve key"
 
 
 @pytest.mark.parametrize("option", ["--kv-transfer-config", "--kv_transfer_config"])

@@ -18,8 +18,8 @@ from sidecar.cli.status import render
 from sidecar.errors import AttachRefused
 from sidecar.protocol import DECLINED_CHARS_MAX, PROTOCOL_VERSION, Attach, Declined, Refused, Role
 from sidecar.protocol.codec import ProtocolError, decode_attach_reply, encode, frame_stream
+from sidecar.protocol.peer import Peer
 from sidecar.service.uncached import REASONS, REFUSED_MAX, REFUSED_SECONDS, UncachedEngines
-from sidecar.transport.unix_socket import Peer
 from tests.sidecar.client import (
     WAIT_SECONDS_MAX,
     RefusedError,

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from sidecar.transport.unix_socket import Peer, UnixListener
+from sidecar.protocol.peer import Peer
+from sidecar.transport.unix_socket import UnixListener
 from tests.sidecar.bench import until
 
 

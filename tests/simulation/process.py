@@ -27,9 +27,9 @@ from sidecar.config.model import Config
 from sidecar.core.commands import Command, Event
 from sidecar.data.host_pool import open_pool
 from sidecar.protocol.codec import decode_server
+from sidecar.protocol.peer import Peer
 from sidecar.service.handshake import Handshakes
 from sidecar.service.store_stack import open_store
-from sidecar.transport.unix_socket import Peer
 from sidecar.transport.zmtp_server import JobSocket, Sent
 from tests import places
 from tests.simulation.clock import Hop, Violation, VirtualLoop, World

@@ -161,18 +161,23 @@ class TestLocalFolder:
         with pytest.raises(ImageTruncated, match="empty"):
             await tier.read(NAME, slot())
 
+    @pytest.mark.promise("folder-links")
     async def test_temporary_files_are_not_listed_and_old_ones_are_removed(
         self, tier: UrlObjects, root: Path
     ) -> None:
         await tier.write(NAME, image_of(10))
-        young, old = (root / f"{NAME}.{word}.tmp" for word in ("young", "old"))
-        young.write_bytes(b"x")
-        old.write_bytes(b"x")
+        young, old = (root / f"{NAME}.{digit * 16}.tmp" for digit in "12")
+        # In a shared folder another user may put a link in the place of a folder.
+        foreign = root / "a file of others.tmp"
         long_ago = time.time() - 2 * TEMPORARY_SECONDS_MAX
-        os.utime(old, (long_ago, long_ago))
+        for path in (young, old, foreign):
+            path.write_bytes(b"x")
+        for path in (old, foreign):
+            os.utime(path, (long_ago, long_ago))
         assert sized(await tier.list("")) == [(NAME, 10)]
         assert young.exists()
         assert not old.exists()
+        assert foreign.exists()
 
     async def test_a_folder_that_is_only_readable_is_listed_with_old_temporary_files(
         self, tier: UrlObjects, root: Path, monkeypatch: pytest.MonkeyPatch
@@ -181,7 +186,7 @@ class TestLocalFolder:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
 
         await tier.write(NAME, image_of(10))
-        old = root / f"{NAME}.old.tmp"
+        old = root / f"{NAME}.{'0' * 16}.tmp"
         old.write_bytes(b"x")
         os.utime(old, (0, 0))
         monkeypatch.setattr(os, "unlink", refuse)

@@ -163,7 +163,10 @@ class CatalogLease:
         try:
             size_bytes = await self._tier.read(lease_name(generation), into)
             record = msgspec.json.decode(into[:size_bytes].tobytes(), type=_Record)
-        except (ChunkMissing, ChunkCorrupt, msgspec.DecodeError, UnicodeDecodeError):
+        except (
+            *(ChunkMissing, ChunkCorrupt),
+            *(msgspec.DecodeError, UnicodeDecodeError, RecursionError),
+        ):
             # Whatever it is, it has expired after the longest time.
             return _UNKNOWN
         return record if record.seconds > 0 else _UNKNOWN

@@ -23,7 +23,7 @@ import anyio.to_thread
 
 from tiers.catalog.merge import SHARDS
 from tiers.catalog.names import FORMAT, parse_name, parse_namespace
-from tiers.catalog.rows import SIZE_LARGEST, Row, Rows, rows_of
+from tiers.catalog.rows import SIZE_LARGEST, TIME_LATEST, Row, Rows, rows_of
 from tiers.errors import TierUnavailable
 from tiers.store.client import Found, Listing
 from tiers.store.object_tier import PROBE_FOLDER, PROBE_NAME_BYTES, QUARANTINE_FOLDER, ObjectTier
@@ -84,7 +84,7 @@ def rows_of_listing(listing: Listing, prefix: str) -> Rows:
         if name is None or not found.size_bytes or not found.name.startswith(f"{prefix}/"):
             continue
         # 0, of a store that gives no times, is not a valid time of a row.
-        written_at = max(1, int(found.modified_seconds * 1e6))
+        written_at = min(max(1, int(found.modified_seconds * 1e6)), TIME_LATEST)
         size_bytes = min(found.size_bytes, SIZE_LARGEST)
         rows.append(Row(name.key, name.segment.name, written_at, size_bytes))
     return rows_of(rows)

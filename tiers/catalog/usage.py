@@ -30,7 +30,9 @@ _NOT_SENT: Final = -1
 
 Words = npt.NDArray[np.uint64]
 Mask = npt.NDArray[np.bool_]
-Amount = Annotated[int, msgspec.Meta(ge=0)]
+AMOUNT_MAX: Final = 1 << 62
+Amount = Annotated[int, msgspec.Meta(ge=0, le=AMOUNT_MAX)]
+"""Bounded, because JSON has numbers of any length, and a metric is a float."""
 
 
 def word_of(tenant: bytes) -> int:

@@ -22,6 +22,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import secrets
 import stat
 import threading
@@ -40,6 +41,8 @@ from tiers.threads import lower_priority
 T = TypeVar("T")
 
 TEMPORARY_SUFFIX: Final = ".tmp"
+TEMPORARY_BYTES: Final = 8
+_TEMPORARY: Final = re.compile(rf".+\.[0-9a-f]{{{2 * TEMPORARY_BYTES}}}\{TEMPORARY_SUFFIX}")
 TEMPORARY_SECONDS_MAX: Final = 24 * 3600
 """A temporary file older than this was left by a process that died; a listing removes it."""
 THREADS_MAX: Final = 4
@@ -150,7 +153,7 @@ class LocalFolder:
 
     def _put(self, path: str, image: Bytes, place: Callable[[str, str], None]) -> None:
         self._require_root()
-        temporary = f"{path}.{secrets.token_hex(8)}{TEMPORARY_SUFFIX}"
+        temporary = f"{path}.{secrets.token_hex(TEMPORARY_BYTES)}{TEMPORARY_SUFFIX}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         fd = self._in_folder(temporary, lambda: os.open(temporary, flags, self._file_mode))
         try:
@@ -306,7 +309,9 @@ class LocalFolder:
             self.entries_skipped += 1
         elif not entry.name.endswith(TEMPORARY_SUFFIX):
             return [Found(name, status.st_size, status.st_mtime)]
-        elif status.st_mtime < dead_before:
+        elif status.st_mtime < dead_before and _TEMPORARY.fullmatch(entry.name):
+            # Another user of a shared folder can make a part of it a link to any place: only what
+            # this module named is removed.
             # A user who may only read the folder can still list it.
             with contextlib.suppress(OSError):
                 os.unlink(entry.path)

@@ -24,10 +24,8 @@ import fcntl
 import functools
 import os
 import select
-import shlex
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -36,9 +34,10 @@ from pathlib import Path
 from typing import Final
 
 from sidecar.cli.console import CommandError, NotStarted, Options, complain, load_config
-from sidecar.cli.run.engine_command import check_command, with_events
+from sidecar.cli.run.engine_command import check_command, shown, with_events
 from sidecar.config.model import Config
 from sidecar.exits import STOP_SIGNALS, Exit
+from sidecar.protocol.peer import peer_of, require_own
 from sidecar.service.systemd import Notifier, without_notify
 
 FORWARDED: Final = (*STOP_SIGNALS, signal.SIGHUP)
@@ -95,7 +94,7 @@ def run(
                     raise
                 log(f"{error}; the engine starts without it, because of --optional")
                 sidecar.retry()
-            log(f"starting {shlex.join(engine_command)}")
+            log(f"starting {shown(engine_command)}")
             return _run_engine(engine_command, sidecar, wakeup, notifier)
         except Interrupted as interrupted:
             return 128 + interrupted.number
@@ -168,14 +167,14 @@ def _is_held(path: Path, operation: int) -> bool:
 def listener(attach_path: Path) -> int:
     """The process that listens on a socket; 0 in another PID namespace.
 
-    Raises `OSError` if none does.
+    Raises `OSError` if none does, or one of another user: anybody can make a directory in /tmp.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(CONNECT_SECONDS_MAX)
         connection.connect(str(attach_path))
-        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, _, _ = struct.unpack("3i", peer)
-    return int(pid)
+        peer = peer_of(connection)
+    require_own(peer, str(attach_path))
+    return peer.pid
 
 
 class SupervisedSidecar:
@@ -212,7 +211,7 @@ class SupervisedSidecar:
                 _interrupt(wakeup)
 
     def _join(self) -> bool:
-        """Join the sidecar that serves; False if none does, or its directory takes no lock."""
+        """Join the user's sidecar that serves; False if none does, or it cannot be joined."""
         path = self._config.runtime.attach_path
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:

@@ -6,6 +6,7 @@ without the cache (`connector/identity/eligibility.py`). Starts nothing.
 """
 
 import json
+import re
 import shlex
 import shutil
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from typing import Any, Final, cast
 
 from sidecar.cli.console import CommandError, complain
 from sidecar.config.model import Config
+from tiers.redaction import MASK
 
 CONNECTOR: Final = "KVLakeConnector"
 TRANSFER_OPTION: Final = "--kv-transfer-config"
@@ -21,6 +23,11 @@ EVENTS_OPTION: Final = "--kv-events-config"
 BLOCK_SIZE_OPTION: Final = "--block-size"
 BLOCK_TOKENS_STEP: Final = 16
 """Every block size that vLLM chooses by itself is a multiple of this."""
+_SECRET: Final = re.compile(
+    r"(--[\w-]*(?:key|token|password|secret)|\w*(?:key|token|password|secret)(?==))(=.*)?",
+    re.IGNORECASE | re.DOTALL,
+)
+"""An option with a secret, such as `--api-key`, or a variable for `env`."""
 
 
 def check_command(command: Sequence[str], config: Config) -> list[str]:
@@ -37,6 +44,22 @@ def check_command(command: Sequence[str], config: Config) -> list[str]:
     if reason := misfit(result):
         raise CommandError(reason)
     return result
+
+
+def shown(command: Sequence[str]) -> str:
+    """A command for logs, without API keys, tokens and passwords."""
+    words: list[str] = []
+    hidden = False
+    for word in command:
+        secret = _SECRET.fullmatch(word)
+        if secret is not None:
+            words.append(secret[1] + (f"={MASK}" if secret[2] else ""))
+            hidden = not secret[2]
+            continue
+        # An option may have several values, as vLLM's --api-key has.
+        hidden = hidden and not word.startswith("-")
+        words.append(MASK if hidden else word)
+    return shlex.join(words)
 
 
 def own_chunk_tokens(config: Config) -> int | None:
@@ -65,11 +88,11 @@ def with_connector(command: Sequence[str], config: Config) -> list[str]:
     Raises `CommandError`: it does not start vLLM, or has options that contradict.
     """
     wanted = transfer_config(config)
-    shown = f"{TRANSFER_OPTION} '{json.dumps(wanted)}'"
+    example = f"{TRANSFER_OPTION} '{json.dumps(wanted)}'"
     if not any(Path(word).name == "vllm" or word.startswith("vllm.") for word in command):
         raise CommandError(
-            f"{shlex.join(command)!r} does not name vllm, so its options cannot be set. For "
-            f"another program run `kvlake serve{config.option}` beside it and give it {shown}"
+            f"{shown(command)!r} does not name vllm, so its options cannot be set. For "
+            f"another program run `kvlake serve{config.option}` beside it and give it {example}"
         )
     result = list(command)
     for index, word in enumerate(command):
@@ -78,39 +101,41 @@ def with_connector(command: Sequence[str], config: Config) -> list[str]:
         if not name.startswith("--kv-transfer"):
             continue
         if "." in name:
-            raise CommandError(f"{word}: give the whole of it as JSON instead: {shown}")
+            raise CommandError(f"{word}: give the whole of it as JSON instead: {example}")
         if not equals and index + 1 == len(command):
-            raise CommandError(f"{word} has no value; leave it out, or give {shown}")
+            raise CommandError(f"{word} has no value; leave it out, or give {example}")
         given = given if equals else command[index + 1]
-        merged = json.dumps(_merged(given, wanted, shown, config.option))
+        merged = json.dumps(_merged(given, wanted, example, config.option))
         end = index + 1 if equals else index + 2
         result[index:end] = [f"{TRANSFER_OPTION}={merged}"] if equals else [word, merged]
         return result
     return [*result, TRANSFER_OPTION, json.dumps(wanted)]
 
 
-def _merged(given: str, wanted: dict[str, Any], shown: str, option: str) -> dict[str, object]:
+def _merged(given: str, wanted: dict[str, Any], example: str, option: str) -> dict[str, object]:
     """The user's own options, with the wanted ones where the user has none."""
     try:
         own: Any = json.loads(given)
     except json.JSONDecodeError as error:
         raise CommandError(
-            f"{TRANSFER_OPTION} is not JSON ({error}); leave it out, or give {shown}"
+            f"{TRANSFER_OPTION} is not JSON ({error}); leave it out, or give {example}"
         ) from None
     if not isinstance(own, dict):
-        raise CommandError(f"{TRANSFER_OPTION} is not a JSON object; leave it out, or give {shown}")
+        raise CommandError(
+            f"{TRANSFER_OPTION} is not a JSON object; leave it out, or give {example}"
+        )
     options = cast("dict[str, object]", own)
     connector = options.get("kv_connector", CONNECTOR)
     if connector != CONNECTOR:
         raise CommandError(
             f"{TRANSFER_OPTION} asks for kv_connector={connector!r}. Leave the option out to use "
             "kvlake alone; to use both, list it in a MultiConnector yourself and start the sidecar "
-            f"with `kvlake serve{option}`. kvlake's own options are {shown}"
+            f"with `kvlake serve{option}`. kvlake's own options are {example}"
         )
     extra = options.get("kv_connector_extra_config") or {}
     if not isinstance(extra, dict):
         raise CommandError(
-            f"{TRANSFER_OPTION}: kv_connector_extra_config must be an object, as in {shown}"
+            f"{TRANSFER_OPTION}: kv_connector_extra_config must be an object, as in {example}"
         )
     own_extra = cast("dict[str, object]", extra)
     wanted_extra = wanted["kv_connector_extra_config"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.tiers.catalog.bucket import Bucket, Killed, View
 from tests.tiers.tier_suite import image_of
-from tiers.catalog.lease import LEASES_KEPT, CatalogLease
+from tiers.catalog.lease import LEASE_SECONDS_MAX, LEASES_KEPT, CatalogLease
 from tiers.catalog.names import LEASE_FOLDER, NUMBER_MAX, lease_name
 from tiers.errors import TierUnavailable
 
@@ -43,6 +43,18 @@ async def test_one_holds_it_until_it_is_given_back() -> None:
     assert await two.acquire()
     assert [one.held, two.held] == [False, True]
     assert not await one.acquire()
+
+
+@pytest.mark.promise("hostile-bucket")
+@pytest.mark.parametrize("body", [b"", b"{", b'{"holder":"","seconds":1,"x":' + b"[" * 3000])
+async def test_a_lease_that_cannot_be_read_expires_after_the_longest_time(body: bytes) -> None:
+    """A nested one ended every sidecar of the bucket."""
+    bucket, clock = Bucket(), Clock()
+    bucket.objects[lease_name(7)] = body, bucket.now
+    one = lease(bucket, clock)
+    assert not await one.acquire()
+    clock.now += LEASE_SECONDS_MAX
+    assert await one.acquire()
 
 
 async def test_a_holder_that_died_is_waited_for() -> None:

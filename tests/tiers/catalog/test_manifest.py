@@ -33,6 +33,7 @@ MANY = {
 }
 
 
+@pytest.mark.promise("hostile-bucket")
 @pytest.mark.parametrize(
     "manifest",
     [
@@ -43,6 +44,7 @@ MANY = {
         Manifest(2, tenants={"zz": Usage(1)}),
         Manifest(2, held=Usage(-(1 << 60), 1, 1, 1)),
         Manifest(2, tenants={"0" * 16: Usage(1, -1)}),
+        Manifest(2, held=Usage(10**30, 1, 1, 1)),
         Manifest(2, tenants={**MANY, "zz": Usage(1)}),
     ],
 )

@@ -14,7 +14,7 @@ from tests.tiers.catalog.kit import FOLDER, NAMESPACE, PREFIX, SEGMENT, memory
 from tests.tiers.tier_suite import image_of
 from tiers.catalog.compaction import compact
 from tiers.catalog.major_compaction import YOUNG_SECONDS, CompactionPlan
-from tiers.catalog.names import object_name
+from tiers.catalog.names import object_name, segment_name
 from tiers.catalog.orphans import (
     list_shard,
     nonempty_shards,
@@ -23,6 +23,7 @@ from tiers.catalog.orphans import (
     shard_folder,
 )
 from tiers.catalog.retention import RetentionRules
+from tiers.catalog.rows import TIME_LATEST
 from tiers.errors import TierUnavailable
 from tiers.kv.layout import Segment
 from tiers.store.client import Found
@@ -67,6 +68,13 @@ def test_foreign_objects_are_left_out() -> None:
     [row] = [rows_of_listing(listing, PREFIX).row(0)]
     assert (row.key, row.segment, row.size_bytes, row.written_at) == (KEYS[1], SEGMENT, 5, 1)
     assert len(rows_of_listing(listing, PREFIX)) == 1
+
+
+@pytest.mark.promise("hostile-bucket")
+def test_a_time_that_no_catalog_can_hold_is_the_latest_time() -> None:
+    """Any user of a shared folder can set it, and it ended the sidecar."""
+    rows = rows_of_listing([Found(segment_name(PREFIX, KEYS[1], SEGMENT), 5, 1e14)], PREFIX)
+    assert rows.row(0).written_at == TIME_LATEST
 
 
 async def test_a_store_that_fails_is_an_error_of_the_tier() -> None:
