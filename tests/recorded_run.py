@@ -66,7 +66,7 @@ FIGURES: Final = {
     "failed": "requests failed",
     "median_ttft_ms": "median time to the first token, ms",
     "p99_ttft_ms": "99th percentile, ms",
-    "total_token_throughput": "tokens per second",
+    "total_token_throughput": "tokens per second, those of prompts included",
 }
 
 

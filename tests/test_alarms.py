@@ -110,8 +110,11 @@ def growth(alert: str, on: int, off: int, *names: str) -> Case:
 
 
 UP: Final = 'kvlake_info{version="1"}'
+TOKENS: Final = "kvlake_prompt_tokens_total"
+EVICTED: Final = f'{TOKENS}{{model_name="m",outcome="computed",reason="evicted"}}'
+FROM_HOST: Final = f'{TOKENS}{{model_name="m",outcome="host",reason=""}}'
 CASES: Final = (
-    Case("KvlakeSidecarDown", (Series("up", "1x4 0x30 1x30"), Series(UP, "1x4 _x30 1x30")), 8, 37),
+    Case("KvlakeSidecarDown", (Series("up", "1x4 0x30 1x30"), Series(UP, "1x4 _x30 1x30")), 11, 37),
     # Another job: its earlier metrics show that it is a sidecar.
     Case(
         "KvlakeSidecarDown",
@@ -125,7 +128,7 @@ CASES: Final = (
         {"job": "nodes", "instance": "n1"},
     ),
     # One that was never there, beside one that is.
-    Case("KvlakeSidecarDown", (Series("up", "0x30 1x30"), Series(UP, "1x90", {"job": "b"})), 3, 33),
+    Case("KvlakeSidecarDown", (Series("up", "0x30 1x30"), Series(UP, "1x90", {"job": "b"})), 6, 33),
     # Its target is gone, too, and nobody else is there.
     Case("KvlakeSidecarDown", (Series(UP, "1x4 _x30 1x30"),), 12, 37, {}),
     gauge("KvlakeNotReady", "kvlake_ready", 3, good=1, bad=0),
@@ -163,7 +166,8 @@ CASES: Final = (
         "KvlakeThrashing",
         (
             Series("kvlake_chunks_evicted_total", "0+10x120 1200x120"),
-            Series("kvlake_chunks_loaded_total", "0x240"),
+            Series(EVICTED, "0+500x120 60000x120"),
+            Series(FROM_HOST, "0+400x240"),
         ),
         75,
         195,
@@ -187,7 +191,8 @@ QUIET: Final = (
         "KvlakeThrashing",
         (
             Series("kvlake_chunks_evicted_total", "0+10x120"),
-            Series("kvlake_chunks_loaded_total", "0+10x120"),
+            Series(EVICTED, "0+500x120"),
+            Series(FROM_HOST, "0+600x120"),
         ),
         75,
         110,

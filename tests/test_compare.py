@@ -215,7 +215,7 @@ vllm:prompt_tokens_cached_by_source_total{engine="0",source="disk"} 8.0
 
 def test_prompt_tokens_by_source_come_from_the_metrics() -> None:
     counts = counts_from(parse(METRICS), {}, 1.5, 9.0)
-    assert counts == Counts(100, 20, 30, 8, None, 1.5, 9.0)
+    assert counts == Counts(100, 20, 30, 8, None, None, 1.5, 9.0)
 
 
 def test_bytes_moved_are_those_of_the_sidecar_and_of_vllms_host_tier() -> None:
@@ -224,6 +224,15 @@ def test_bytes_moved_are_those_of_the_sidecar_and_of_vllms_host_tier() -> None:
     assert counts_from(engine, cache, 0.0, 0.0).bytes_moved == 23
     assert counts_from(parse(METRICS), cache, 0.0, 0.0).bytes_moved == 18
     assert total(engine, "vllm:prompt_tokens_by_source_total") == 150
+
+
+def test_of_a_restarted_cache_only_its_own_bytes_count_from_its_start() -> None:
+    """The engine's bytes of hours before were counted as moved after the restart."""
+    before, after = (
+        Counts(engine_bytes=500, cache_bytes=80),
+        Counts(engine_bytes=560, cache_bytes=7),
+    )
+    assert after.since(before).bytes_moved == 67
 
 
 def test_a_counter_that_began_again_counts_from_its_start() -> None:

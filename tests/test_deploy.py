@@ -30,6 +30,11 @@ def test_systemd_takes_the_unit(short_directory: Path) -> None:
     assert "kvlake.service" not in done.stderr, done.stderr
 
 
+def test_the_runtime_directory_outlives_the_unit() -> None:
+    """Containers that have it mounted keep the one that was removed, and never attach again."""
+    assert "RuntimeDirectoryPreserve=yes\n" in UNIT.read_text()
+
+
 def test_the_unit_knows_the_exit_codes() -> None:
     text = UNIT.read_text()
     # 3 may end well at any later start.

@@ -88,7 +88,7 @@ def adopt(pool: HostPool, restored: tuple[RestoredSlot, ...]) -> int:
         flush_at_end=False,
         store_reads=False,
     )
-    engine = make_engine(pool, POLICIES["lru"](), limits)
+    engine = make_engine(pool, POLICIES["density"](), limits)
     engine.handle(Restored(restored), 0.0)
     group = OpenedGroup(0, LAYOUT, DIGEST, slot_bytes)
     opened = opened_session(1, Role.WORKER, [group])

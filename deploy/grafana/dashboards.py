@@ -159,7 +159,7 @@ NODE_PAGE: Final = Dashboard(
                 "loaded": rates("kvlake_chunks_loaded_total"),
                 "evicted": rates("kvlake_chunks_evicted_total"),
             },
-            "If as many are evicted as stored, host memory is too small for what is used again.",
+            "Each rank counts what it stored and loaded; an evicted chunk counts once.",
         ),
         Panel(
             "Traffic",

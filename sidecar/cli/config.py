@@ -45,7 +45,10 @@ def _make_secret(path: Path) -> None:
 def _say_tenant_id(variable: str | None) -> None:
     """Print the id of a salt that comes from standard input or an environment variable."""
     where = f"environment variable {variable}" if variable else "first line of standard input"
-    salt = os.environ.get(variable, "") if variable else sys.stdin.readline().rstrip("\r\n")
-    if not salt:
-        raise CommandError(f"the {where} is empty; it must hold the cache salt")
-    say(tenant_id(salt).hex())
+    try:
+        salt = os.environ.get(variable, "") if variable else sys.stdin.readline().rstrip("\r\n")
+        if not salt:
+            raise CommandError(f"the {where} is empty; it must hold the cache salt")
+        say(tenant_id(salt).hex())
+    except UnicodeError as error:
+        raise CommandError(f"the {where} is not valid text ({error}); it must be UTF-8") from error

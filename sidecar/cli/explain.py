@@ -8,6 +8,7 @@ keeps the last ones (`limits.prompts_kept`), looks prompts up (`observe/prompt_m
 keeps their chunks (`service/uses.py`).
 """
 
+import http.client
 import json
 import sys
 import time
@@ -255,7 +256,7 @@ def _tokens_of(body: Mapping[str, Any], engine: str, seconds_max: float) -> list
             f"no answer from {url}: {error}; text needs the vLLM server that serves the model "
             "(--engine), a list of token ids does not"
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, http.client.HTTPException) as error:
         raise NoAnswer(f"{url} answered without tokens; is that a vLLM server?") from error
     return cast("list[object]", tokens)
 
@@ -270,6 +271,8 @@ def _record(options: Options) -> None:
     try:
         with _opened(options.file) as file, suppress(KeyboardInterrupt):
             recording.run(file, options.seconds)
+    except BrokenPipeError:
+        raise
     except OSError as error:
         raise CommandError(f"{options.file}: {error.strerror}; name a new file") from error
     sys.stderr.write(f"{recording.summary(options.file)}\n")

@@ -60,8 +60,6 @@ class PriceSettings(Section):
     """1000 requests that write or copy."""
     delete: Price = 0.0
     """1000 requests that delete."""
-    head: Price = 0.0
-    """1000 requests for an object's metadata; the sidecar sends none."""
     gb_month: Price = 0.0
     """One GB (10^9 bytes) kept for a month."""
     gb_read: Price = 0.0

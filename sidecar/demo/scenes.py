@@ -8,6 +8,7 @@ load, so that a load that copies nothing is noticed.
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import random
 import shutil
@@ -42,6 +43,8 @@ SCENES: Final = {
 
 def main(options: Options) -> Exit:
     """Run the demo, or only write its model. The folder is removed unless something failed."""
+    if importlib.util.find_spec("vllm") is None:
+        raise CommandError("vLLM is not installed here; run the demo in the engine's environment")
     if options.model_only is not None:
         try:
             path = write_model(options.model_only)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sidecar.cli import main
 from sidecar.demo.model import WORDS, write_model
+from sidecar.exits import Exit
+
+
+def test_without_vllm_the_demo_says_where_to_run_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert main(["demo"]) == Exit.USAGE
+    assert "run the demo in the engine's environment" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

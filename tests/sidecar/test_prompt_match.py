@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -326,6 +327,20 @@ def test_an_engine_that_refuses_or_is_not_there(
     monkeypatch.setattr(_DoubleOfVllmServer, "answers", {"error": "no such model"})
     assert "answered 400" in explain("text", "--engine", engine, code=1)
     assert "--engine" in explain("text", "--engine", "http://127.0.0.1:1", code=1)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        answer = threading.Thread(target=_answer_as_ssh, args=(other,))
+        answer.start()
+        port = other.getsockname()[1]
+        said = explain("text", "--engine", f"http://127.0.0.1:{port}", code=1)
+        answer.join()
+    assert "is that a vLLM server?" in said
+
+
+def _answer_as_ssh(server: socket.socket) -> None:
+    connection, _ = server.accept()
+    with connection:
+        connection.recv(4096)
+        connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
 
 
 def test_standard_input(

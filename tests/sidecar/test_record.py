@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,6 +19,7 @@ from sidecar.protocol import Use
 from sidecar.service import uses
 from sidecar.service.uses import NAME_BYTES, UseLog
 from sidecar.sessions.session import Session
+from tests import places
 from tests.sidecar.client import RunningSidecar, Scheduler, config_in, key_of
 
 if TYPE_CHECKING:
@@ -123,3 +126,10 @@ def test_a_running_sidecar_is_recorded(
             assert line["keys"] == [key_of(one)[:NAME_BYTES].hex() for one in ("a", "b")]
             assert main(["record", str(trace), "--seconds", "0.01", "--url", url]) == 2
             assert "name a new file" in capsys.readouterr().err
+            command = [sys.executable, *places.program(), "record", "-", "--url", url]
+            with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
+                assert run.stdout is not None
+                assert run.stderr is not None
+                # As `| head` does.
+                run.stdout.close()
+                assert (run.wait(60), run.stderr.read()) == (0, b"")

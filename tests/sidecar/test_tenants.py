@@ -221,6 +221,10 @@ tenants:
         assert capsys.readouterr().out == f"{A.hex()}\n"
         assert main(["tenant", "id", "--env", "NOT_SET_AT_ALL"]) == 2
         assert "NOT_SET_AT_ALL is empty" in capsys.readouterr().err
+        # As Python reads bytes that are not UTF-8.
+        monkeypatch.setenv("TEAM_SALT", "\udcff")
+        assert main(["tenant", "id", "--env", "TEAM_SALT"]) == 2
+        assert "it must be UTF-8" in capsys.readouterr().err
 
 
 def test_a_salt_makes_eight_bytes_and_none_makes_none() -> None:

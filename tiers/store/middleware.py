@@ -32,7 +32,7 @@ Verb = Literal["probe", "write", "read", "list", "delete", "quarantine", "close"
 VERBS: Final[tuple[Verb, ...]] = get_args(Verb)
 DELETED_TOGETHER_MAX: Final = 100
 """Names that are deleted within one deadline; more are deleted in several steps."""
-Operation = Literal["list", "get", "put", "delete", "head"]
+Operation = Literal["list", "get", "put", "delete"]
 OPERATIONS: Final[tuple[Operation, ...]] = get_args(Operation)
 PAGE_NAMES: Final = 1000
 _REQUESTS: Final[Mapping[Verb, tuple[Operation, ...]]] = {

@@ -43,7 +43,7 @@ def total(samples: Samples, name: str, **labels: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Counters of one arm at one moment; `bytes_moved` is None where the arm does not say."""
+    """Counters of one arm at one moment."""
 
     computed: float = 0.0
     own: float = 0.0
@@ -51,24 +51,31 @@ class Counts:
     """Prompt tokens that a connector loaded, from wherever."""
     store: float = 0.0
     """How many of them vLLM counts as read from a disk or a bucket."""
-    bytes_moved: float | None = None
+    engine_bytes: float | None = None
+    """Bytes that its cache moved in the engine's process; None where the arm does not say."""
+    cache_bytes: float | None = None
+    """The same of the cache's process, which may be restarted."""
     cache_seconds: float = 0.0
     engine_seconds: float = 0.0
 
     def since(self, before: Counts) -> Counts:
         """The difference. A process that was restarted in between counts from its start."""
-        moved = None
-        if self.bytes_moved is not None:
-            moved = difference(self.bytes_moved, before.bytes_moved or 0.0)
         return Counts(
             difference(self.computed, before.computed),
             difference(self.own, before.own),
             difference(self.loaded, before.loaded),
             difference(self.store, before.store),
-            moved,
+            self.engine_bytes and difference(self.engine_bytes, before.engine_bytes or 0.0),
+            self.cache_bytes and difference(self.cache_bytes, before.cache_bytes or 0.0),
             difference(self.cache_seconds, before.cache_seconds),
             difference(self.engine_seconds, before.engine_seconds),
         )
+
+    @property
+    def bytes_moved(self) -> float | None:
+        """Bytes that the cache moved, in whatever process; None where the arm does not say."""
+        known = [one for one in (self.engine_bytes, self.cache_bytes) if one is not None]
+        return sum(known) if known else None
 
 
 def difference(now: float, before: float) -> float:
@@ -92,17 +99,16 @@ def counts_from(
     """Counters from both pages, and the processor seconds of cache and engine."""
     by_source = "vllm:prompt_tokens_by_source_total"
     from_tier = "vllm:prompt_tokens_cached_by_source_total"
-    moved = [f"kvlake_bytes_{kind}_total" for kind in OWN_KINDS if cache]
-    sums = [total(dict(cache), name) for name in moved]
-    if "vllm:kv_offload_total_bytes_total" in engine:
-        sums.append(total(engine, "vllm:kv_offload_total_bytes_total"))
-        names = [f"vllm:kv_offload_tiering_{kind}_bytes_total" for kind in TIER_KINDS]
-        sums += [total(engine, name) for name in names]
+    own = [f"kvlake_bytes_{kind}_total" for kind in OWN_KINDS]
+    tiers = [f"vllm:kv_offload_tiering_{kind}_bytes_total" for kind in TIER_KINDS]
+    offloads = "vllm:kv_offload_total_bytes_total" in engine
+    tiers.append("vllm:kv_offload_total_bytes_total")
     return Counts(
         total(engine, by_source, source="local_compute"),
         total(engine, by_source, source="local_cache_hit"),
         total(engine, by_source, source="external_kv_transfer"),
         total(engine, from_tier, source="disk"),
-        sum(sums) if sums else None,
+        sum(total(engine, name) for name in tiers) if offloads else None,
+        sum(total(dict(cache), name) for name in own) if cache else None,
         *seconds,
     )

@@ -109,7 +109,7 @@ def distances(report: Report) -> Iterator[dict[str, Any]]:
                 yield {
                     "scenario": scenario,
                     "arm": name,
-                    "bound": COMPUTING if not limit["own"] else STEP,
+                    "bound": STEP if limit["own"] > limit["computed"] else COMPUTING,
                     "limit_ttft": limit["ttft_p50"],
                     "ttft": own["ttft_p50"],
                     "limit_rate": limit["rate"],

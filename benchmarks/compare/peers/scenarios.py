@@ -46,8 +46,8 @@ ABOUT: Final = {
     "in each turn, one request after the other. Own client.",
     "prefixes": "`vllm bench serve`, prefix_repetition: prefixes of 3,000 tokens, together larger "
     "than the engine's own cache, four requests at a time.",
-    "no-hits": "`vllm bench serve`, random: prompts of 512 tokens that share nothing, eight at a "
-    "time.",
+    "no-hits": "`vllm bench serve`, random: prompts of about 588 tokens (512 words) that share "
+    "next to nothing, eight at a time.",
     "turns-with-delays": "guidellm: conversations of four turns with half a second between two, "
     "prefixes of 1,024 and 2,048 tokens in two buckets, four conversations at a time.",
     "trace": "`vllm bench serve`, timed_trace: the head of a trace, squeezed into a minute (20 "
@@ -58,7 +58,8 @@ ABOUT: Final = {
     "second-node": "A second engine with an empty cache gets prompts of 2,048 tokens that only a "
     "folder (in memory, so without a disk) has, which a first node wrote. Own client.",
     "restart-cache": "The cache's process ended in order and started again, while its engine ran. "
-    "Silence for 30 seconds is a failure. Own client.",
+    "Silence for 30 seconds is a failure. The host tier of `kvlake-offloading` is in the engine, "
+    "and stays. Own client.",
     "kill-cache": "`vllm bench serve`, prefix_repetition as above; the cache's process gets "
     "SIGKILL after eight prompts and is not started again.",
 }
