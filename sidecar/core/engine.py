@@ -416,7 +416,7 @@ class Engine:
         return PendingWork(
             copies_running=len(self.jobs.running()),
             writes_running=len(self.writes.running()),
-            writes_pending=self.writes.pending_ranks,
+            writes_pending=self.writes.pending_ranks + self.writes.flushing,
             reads_running=len(self.reads.running()),
             reads_queued=len(self.reads.queue),
         )

@@ -27,7 +27,7 @@ UNREAD_MAX: Final = 64
 FEED_CHUNKS_QUEUED_MAX: Final = 65_536
 LISTED_MAX: Final = 32_768
 SLICE_CHUNKS: Final = 1024
-EMPTY_SLICES_MAX: Final = 64
+EMPTY_SLICES_MAX: Final = 4
 """Slices without events that one call skips; then it sends an empty message."""
 
 T = TypeVar("T")

@@ -25,7 +25,7 @@ from typing import Final
 from sidecar.core.commands import Counters, RestoredSlot
 from sidecar.core.directory import Cause, Chunk, Directory, HostSegment, Realm, SegmentState
 from sidecar.core.eviction import EvictionOrders
-from sidecar.core.restored import RestoredSlots, SlotAllocator
+from sidecar.core.restored import Moment, RestoredSlots, SlotAllocator
 from sidecar.core.retention import FOR_EVER, USES_MAX, Expiries, Gone, Retention, slot_tag
 from sidecar.core.tenants import Tenants
 from sidecar.protocol import Use
@@ -39,7 +39,6 @@ EVICTIONS_PER_SLOT_MAX: Final = 64
 """Bound of each loop that makes room for one slot."""
 
 
-_Moment = tuple[int, bool, RestoredSlot]
 """When a restored slot was stored (False), or last used (True)."""
 
 
@@ -93,7 +92,9 @@ class HostTier:
         self.zombies: set[HostSegment] = set()
         self.restored_slots = RestoredSlots(slots)
         self._expiries = Expiries[Chunk | RestoredSlot](self._expires)
-        self.adoptions: deque[tuple[Realm, int, Iterator[_Moment]]] = deque()
+        self._searches: dict[tuple[Policy | None, int | None], Iterator[Chunk]] = {}
+        """Searches for victims that this event began, by order and class of slots."""
+        self.adoptions: deque[tuple[Realm, int, Iterator[Moment]]] = deque()
         """Slots to adopt, by realm and rank."""
 
     def register_layout(
@@ -106,11 +107,7 @@ class HostTier:
         realm.layouts[rank] = layout
         realm.segment_sources.register(rank, layout.segment)
         realm.slot_bytes[rank] = slot_bytes
-        slots = self.restored_slots.matching(namespace, layout, slot_bytes)
-        history: list[_Moment] = [(one.sealed, False, one) for one in slots]
-        history += [(one.used, True, one) for one in slots if one.used > one.sealed]
-        history.sort(key=lambda moment: moment[:2])
-        if slots:
+        if history := self.restored_slots.history(namespace, layout):
             self.adoptions.append((realm, rank, iter(history)))
 
     def use(self, realms: Sequence[Realm], message: Use) -> None:
@@ -265,7 +262,8 @@ class HostTier:
             self._remove(chunk, None)
 
     def expire(self, now: float) -> None:
-        """Remove the chunks and free the unclaimed slots whose time is over."""
+        """An event begins: remove the chunks and free the unclaimed slots whose time is over."""
+        self._searches.clear()
         for due in self._expiries.due(now):
             if isinstance(due, RestoredSlot):
                 self.restored_slots.claim(due)
@@ -381,13 +379,31 @@ class HostTier:
         return None
 
     def _victim(self, order: Policy | None = None, slot_bytes: int | None = None) -> Chunk | None:
-        """The first chunk of an order that may be evicted, with a slot of a size if given."""
-        for chunk in islice(self.orders.victims(order), VICTIMS_SCANNED_MAX):
-            if chunk.pins == 0 and not chunk.busy and self._has_slot_of(chunk, slot_bytes):
-                return chunk
-        return None
+        """A chunk of an order that may be evicted now, with a slot of a size if given.
 
-    def _has_slot_of(self, chunk: Chunk, slot_bytes: int | None) -> bool:
+        It is the coldest, or else the next that this event's search finds: one that began again for
+        each slot would step over the same chunks each time.
+        """
+        coldest = next(self.orders.victims(order), None)
+        if coldest is None or self._may_go(coldest, slot_bytes):
+            return coldest
+        search = self._searches.get((order, slot_bytes))
+        if search is None:
+            search = self._searches[order, slot_bytes] = self._search(order, slot_bytes)
+        return next(search, None)
+
+    def _search(self, order: Policy | None, slot_bytes: int | None) -> Iterator[Chunk]:
+        left = VICTIMS_SCANNED_MAX
+        for chunk in self.orders.victims(order):
+            if self._may_go(chunk, slot_bytes):
+                yield chunk
+            elif not (left := left - 1):
+                return
+
+    def _may_go(self, chunk: Chunk, slot_bytes: int | None) -> bool:
+        """Whether a chunk may be evicted now, and has a slot of a size if given."""
+        if chunk.pins or chunk.busy:
+            return False
         return slot_bytes is None or any(
             segment.state is SegmentState.HOST and self.slots.class_of(segment.slot) == slot_bytes
             for segment in chunk.segments
@@ -425,11 +441,13 @@ class HostTier:
         left = moments_max
         while self.adoptions and left:
             realm, rank, history = self.adoptions[0]
+            layout, slot_bytes = realm.layouts[rank], realm.slot_bytes[rank]
+            assert layout is not None, "it was registered"
             for _, was_use, restored in islice(history, left):
                 left -= 1
                 if was_use:
                     self._replay_use(realm, rank, restored)
-                elif restored in self.restored_slots:
+                elif self.restored_slots.fits(restored, layout, slot_bytes):
                     self._adopt(realm, rank, restored)
             if left:
                 self.adoptions.popleft()

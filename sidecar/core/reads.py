@@ -138,32 +138,34 @@ class Reads(CorePart):
             self.queue.discard(segment)
 
     def pump(self, now: float) -> Iterator[tuple[Chunk, Outcome]]:
-        """Start as many reads as may run, and of those at most `reads_begun_max`.
+        """Start as many reads as may run. At most `reads_begun_max` queued ones are examined.
 
         Yields each chunk that cannot be read, with the reason. The caller cuts the lookups that
         wait for it before the next step, so that nothing is read for them alone.
         """
         if self.resuming:
             return
-        last = self._last_read_id + self._limits.reads_begun_max
+        left = self._limits.reads_begun_max
         while len(self._running) < self._limits.reads_inflight_max:
-            if self._last_read_id == last:
+            paused = False
+            if not self.breaker.passes(now):
+                paused = self.breaker.state is BreakerState.OPEN
+                if not paused:
+                    # The queued reads wait for the result of a trial.
+                    break
+            if not left:
                 if self.queue:
                     self.resuming = True
                     self._emit(Resume())
                 break
-            if not self.breaker.passes(now):
-                # During a trial, the queued reads wait for its result.
-                while self.breaker.state is BreakerState.OPEN:
-                    segment = self.queue.take()
-                    if segment is None:
-                        break
-                    self._counters.reads_paused += 1
-                    yield segment.chunk, Outcome.FAILED
-                break
+            left -= 1
             segment = self.queue.take()
             if segment is None:
                 break
+            if paused:
+                self._counters.reads_paused += 1
+                yield segment.chunk, Outcome.FAILED
+                continue
             if segment.state is not SegmentState.ABSENT:
                 continue
             chunk, realm = segment.chunk, segment.chunk.realm

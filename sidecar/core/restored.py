@@ -5,8 +5,9 @@ memory is needed. Owns these slots, and the interface to the host pool (`SlotAll
 by `tiers/pool/host_pool.py`). Does not own the slots of chunks (`host_tier.py`).
 """
 
-from collections import OrderedDict, defaultdict
-from typing import Protocol
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 from sidecar.core.commands import RestoredSlot
 from tiers.kv.layout import ChunkLayout
@@ -52,13 +53,22 @@ class SlotAllocator(Protocol):
         ...
 
 
+class Moment(NamedTuple):
+    """When a restored slot was sealed, or was last used after that."""
+
+    at: int
+    was_use: bool
+    restored: RestoredSlot
+
+
 class RestoredSlots:
     """Unclaimed slots."""
 
     def __init__(self, slots: SlotAllocator) -> None:
         self._slots = slots
-        # Each in the order of last use.
-        self._by_kind = defaultdict[tuple[bytes, ChunkLayout], dict[int, RestoredSlot]](dict)
+        self._left = Counter[tuple[bytes, ChunkLayout]]()
+        self._history = defaultdict[tuple[bytes, ChunkLayout], list[Moment]](list)
+        # In the order of last use.
         self._by_class = defaultdict[int, OrderedDict[int, RestoredSlot]](OrderedDict)
         # The class of each slot, by offset: slabs become empty one after the other.
         self.by_offset: OrderedDict[int, int] = OrderedDict()
@@ -71,36 +81,47 @@ class RestoredSlots:
         return restored.slot in self.by_offset
 
     def restore(self, restored: tuple[RestoredSlot, ...]) -> None:
-        """Add all slots, once."""
+        """Add all slots, once, before any client can attach: it sorts them."""
         assert not self.by_offset, "called twice"
         for one in sorted(restored, key=lambda one: one.used):
             slot_bytes = self._slots.class_of(one.slot)
-            self._by_kind[one.namespace, one.geometry][one.slot] = one
+            kind = one.namespace, one.geometry
+            self._left[kind] += 1
+            self._history[kind].append(Moment(one.sealed, False, one))
+            if one.used > one.sealed:
+                self._history[kind].append(Moment(one.used, True, one))
             self._by_class[slot_bytes][one.slot] = one
             self.num_bytes += slot_bytes
+        for history in self._history.values():
+            history.sort(key=lambda moment: moment[:2])
         for slot in sorted(one.slot for one in restored):
             self.by_offset[slot] = self._slots.class_of(slot)
 
-    def matching(
-        self, namespace: bytes, layout: ChunkLayout, slot_bytes: int
-    ) -> list[RestoredSlot]:
-        """Slots of this namespace and geometry, stored with the same chunk size.
+    def history(self, namespace: bytes, layout: ChunkLayout) -> Sequence[Moment]:
+        """The stores and uses of this namespace and geometry, oldest first, as they were restored.
+
+        Which slots of these are still there, and are of use, is what `fits` says.
+        """
+        return self._history.get((namespace, layout.geometry), ())
+
+    def fits(self, restored: RestoredSlot, layout: ChunkLayout, slot_bytes: int) -> bool:
+        """Whether a slot is unclaimed, and was stored with the same chunk size.
 
         The class implies the chunk size, because a slot always has the size of a full chunk. Keys
         of another chunk size would be valid, but almost none would ever be looked up.
         """
-        return [
-            one
-            for one in self._by_kind.get((namespace, layout.geometry), {}).values()
-            if one.num_blocks <= layout.blocks_per_chunk and self.by_offset[one.slot] == slot_bytes
-        ]
+        same_class = self.by_offset.get(restored.slot) == slot_bytes
+        return same_class and restored.num_blocks <= layout.blocks_per_chunk
 
     def claim(self, restored: RestoredSlot) -> None:
         """Remove a slot."""
         slot_bytes = self.by_offset.pop(restored.slot)
         self.num_bytes -= slot_bytes
         del self._by_class[slot_bytes][restored.slot]
-        del self._by_kind[restored.namespace, restored.geometry][restored.slot]
+        kind = restored.namespace, restored.geometry
+        self._left[kind] -= 1
+        if not self._left[kind]:
+            del self._left[kind], self._history[kind]
 
     def give_up(self, slot_bytes: int) -> int | None:
         """Remove a slot to make room for one of `slot_bytes`; None if there is none.

@@ -16,6 +16,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final, NamedTuple, TypeVar
 
 from sidecar.core.breaker import Breaker
@@ -28,8 +29,8 @@ K = TypeVar("K")
 
 WRITE_TRIES_MAX: Final = 3
 
-RESTORED_PER_EVENT_MAX: Final = 64
-"""Restored chunks that one event examines: each takes a few microseconds of the event loop."""
+EXAMINED_PER_EVENT_MAX: Final = 64
+"""Chunks that one event examines: each takes a few microseconds of the event loop."""
 AHEAD_SHARE: Final = 1 / 8
 """Part of the pool, from the cold end, that `on_evict` keeps free or written."""
 AHEAD_STEPS: Final = 16
@@ -89,7 +90,9 @@ class Writes(CorePart):
         self._running: dict[int, _Running] = {}
         self._last_write_id = 0
         self._filled_bytes = 0
-        """Bytes that entered the host tier since its cold end was examined."""
+        """Bytes that entered the host tier since its cold end was last examined."""
+        self._examined: Iterator[Chunk] | None = None
+        """What is left of the chunks that are examined over several events."""
         self._draining = False
 
     def running(self) -> Collection[HostSegment]:
@@ -108,12 +111,13 @@ class Writes(CorePart):
 
     def restored(self, chunk: Chunk) -> None:
         """A chunk is complete again after a restart; the store may have it."""
-        if self._policy is WritePolicy.THROUGH or (
-            self._policy is WritePolicy.ON_REUSE and chunk.uses
-        ):
+        if self._policy is not WritePolicy.OFF:
             chunk.realm.backfill[chunk] = None
-        elif self._policy is WritePolicy.ON_EVICT:
-            self.completed(chunk)
+
+    def _unknown(self, chunk: Chunk) -> bool:
+        """Whether the store may have a restored chunk, because its catalog was not read yet."""
+        realm = chunk.realm
+        return self._limits.store_reads and not realm.caught_up and chunk in realm.backfill
 
     def outstanding_in(self, realm_ids: Collection[int]) -> bool:
         """Whether a chunk of one of these realms is queued or being written."""
@@ -121,53 +125,77 @@ class Writes(CorePart):
 
     def used(self, chunk: Chunk) -> None:
         """A chunk of the host tier was used again."""
-        if self._policy is WritePolicy.ON_REUSE and not self._draining:
+        if self._policy is WritePolicy.ON_REUSE and not self._draining and not self._unknown(chunk):
             self._enqueue(chunk, WriteCause.ON_REUSE)
 
     def removed(self, chunk: Chunk) -> None:
         """A chunk left the host tier: it cannot be written any more."""
+        unknown = self._unknown(chunk)
         chunk.realm.backfill.pop(chunk, None)
         if chunk in self.pending:
             self._drop(chunk)
-        elif self._policy is WritePolicy.ON_EVICT and not chunk.retention.stays:
+        elif self._policy is WritePolicy.ON_EVICT and not chunk.retention.stays and not unknown:
             self._counters.writes_dropped += bool(self._missing(chunk))
 
     def drain(self, *, flush: bool) -> None:
         """The sidecar stops. With `flush`, host memory is lost: queue what the store lacks."""
         self._draining = True
+        self._examined = None
         if flush and self._policy is WritePolicy.ON_EVICT:
             # Nothing is dropped for the size of the queue; only time limits a drain.
             self._queue_bytes_max = sys.maxsize
-            for chunk in self._host.orders.victims():
-                self._enqueue(chunk, WriteCause.STOPPING)
+            realms = self._directory.realms.values()
+            self._examined = iter([chunk for realm in realms for chunk in realm.chunks.values()])
+
+    @property
+    def flushing(self) -> bool:
+        """Whether a drain has yet to queue chunks that the store lacks."""
+        return self._draining and self._examined is not None
 
     def _write_ahead(self) -> None:
         """Queue the chunks that are evicted next, so that the cold end is free or written.
 
         A slot that is needed cannot wait for a write, so databases clean their pages like this.
+        When the sidecar stops, all are examined that it had then.
         """
-        ahead_bytes = int(self._host.slots.size_bytes * AHEAD_SHARE)
-        if self._filled_bytes * AHEAD_STEPS < ahead_bytes:
-            return
-        self._filled_bytes = 0
-        self._write_coldest(
-            self._host.orders.victims(), ahead_bytes - self._host.slots.free_bytes()
-        )
-        for account in self._tenants:
+        if self._examined is None:
+            ahead_bytes = int(self._host.slots.size_bytes * AHEAD_SHARE)
+            if self._draining or self._filled_bytes * AHEAD_STEPS < ahead_bytes:
+                return
+            self._filled_bytes = 0
+            self._examined = self._cold_end(ahead_bytes)
+        cause = WriteCause.STOPPING if self._draining else WriteCause.ON_EVICT
+        left = EXAMINED_PER_EVENT_MAX
+        for chunk in islice(self._examined, left):
+            left -= 1
+            # What is in memory alone is lost by a stop: better twice in the store than never.
+            if self._draining or not self._unknown(chunk):
+                self._enqueue(chunk, cause)
+        if left:
+            self._examined = None
+        else:
+            self._emit(Resume())
+
+    def _cold_end(self, ahead_bytes: int) -> Iterator[Chunk]:
+        """The chunks that are evicted next."""
+        num_bytes = ahead_bytes - self._host.slots.free_bytes()
+        yield from self._coldest(self._host.orders.victims(), num_bytes)
+        for account in list(self._tenants):
             # A tenant at its limit evicts its own chunks, which may be young among all.
             limit = account.quota.host_bytes_max
             if limit is not None and account.order is not None:
                 num_bytes = int(limit * AHEAD_SHARE) - limit + account.host_bytes
-                self._write_coldest(self._host.orders.victims(account.order), num_bytes)
+                if num_bytes > 0:
+                    yield from self._coldest(self._host.orders.victims(account.order), num_bytes)
 
-    def _write_coldest(self, coldest: Iterator[Chunk], num_bytes: int) -> None:
-        """Have this many bytes from the cold end on written."""
-        for chunk in coldest:
+    def _coldest(self, chunks: Iterator[Chunk], num_bytes: int) -> Iterator[Chunk]:
+        """This many bytes of them."""
+        for chunk in chunks:
             if num_bytes <= 0 or self.pending_bytes >= self._queue_bytes_max:
                 # A longer queue would drop what is colder.
-                break
+                return
             num_bytes -= chunk.realm.chunk_bytes
-            self._enqueue(chunk, WriteCause.ON_EVICT)
+            yield chunk
 
     def _missing(self, chunk: Chunk) -> list[int]:
         """Ranks whose segment the store lacks and nobody writes."""
@@ -222,16 +250,20 @@ class Writes(CorePart):
         """Start as many writes as may run."""
         if self._policy is WritePolicy.ON_EVICT:
             self._write_ahead()
-        left = RESTORED_PER_EVENT_MAX
+        left = EXAMINED_PER_EVENT_MAX
         while len(self._running) < self._limits.writes_inflight_max and self.breaker.passes(now):
             while not self.pending and left and (restored := self._next_restored()) is not None:
                 left -= 1
-                through = self._policy is WritePolicy.THROUGH
-                self._enqueue(restored, WriteCause.RESTORED if through else WriteCause.ON_REUSE)
-            if not self.pending:
-                if not left:
-                    self._emit(Resume())
+                if self._policy is WritePolicy.THROUGH:
+                    self._enqueue(restored, WriteCause.RESTORED)
+                elif self._policy is WritePolicy.ON_REUSE and restored.uses:
+                    self._enqueue(restored, WriteCause.ON_REUSE)
+            if not left:
+                self._emit(Resume())
                 break
+            if not self.pending:
+                break
+            left -= 1
             chunk, pending = next(iter(self.pending.items()))
             if not pending.begun and not self._begin(pending):
                 self._take_out(chunk)

@@ -120,4 +120,6 @@ class StrictLRU:
         return key not in self.refused
 
     def victims(self) -> Iterator[CacheKey]:
-        return iter(self.order)
+        for key in list(self.order):
+            if key in self.order:
+                yield key

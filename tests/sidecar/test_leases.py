@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
@@ -11,7 +13,9 @@ from sidecar.core.directory import Chunk, Directory, Realm
 from sidecar.core.fair_share import FairShares, ShareLimits
 from sidecar.core.pins import EARLY_ENGINES_MAX, EARLY_JOBS_PER_ENGINE_MAX, Leases, Pins
 from sidecar.protocol import Role
+from tests.sidecar.strict_pool import StrictLRU
 from tests.sidecar.worlds import no_writes
+from tiers.policy import CacheKey
 
 ENGINE = (0, "engine")
 
@@ -190,3 +194,26 @@ def test_jobs_of_an_earlier_life_do_not_end_the_leases_of_the_next() -> None:
     next_life = [world.open(role) for role in (Role.WORKER, Role.SCHEDULER)]
     world.lease(next_life[1], 9, [1])
     assert len(world.engine.leases) == 1
+
+
+def test_leased_chunks_are_stepped_over_once_for_all_slots_of_a_store() -> None:
+    """A search for each slot began again at the cold end, and copied the policy's order."""
+
+    class Counting(StrictLRU):
+        steps = 0
+
+        def victims(self) -> Iterator[CacheKey]:
+            for found in super().victims():
+                self.steps += 1
+                yield found
+
+    policy = Counting()
+    world = no_writes(slabs=40, policy=policy)
+    worker, scheduler = world.open(Role.WORKER), world.open(Role.SCHEDULER)
+    world.stored(worker, 1, range(1, 41))
+    world.lease(scheduler, 1, range(1, 31))
+    policy.steps = 0
+    world.store(worker, 2, range(50, 60))
+    assert world.engine.counters.chunks_evicted == 10
+    # The world itself has walked over all 40, to check the order.
+    assert policy.steps < 40 + 2 * 30

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from sidecar.core.breaker import BreakerRules
 from sidecar.core.commands import (
     Gather,
     IndexSet,
@@ -67,6 +68,23 @@ def test_many_reads_begin_a_few_at_a_time() -> None:
     [last] = only(world.resume(), Read)
     assert last.key == key(7)
     assert not world.resuming, "as many run as may"
+
+
+def test_many_queued_reads_are_given_up_a_few_at_a_time() -> None:
+    """Once the store fails. In one event it took the loop 4 us for each."""
+    rules = BreakerRules(1, 1.0, 4.0)
+    world, _, scheduler = looking(reads_inflight_max=1, reads_begun_max=2, breaker=rules)
+    world.listed(dict.fromkeys(range(1, 9), RANK_0))
+    [read] = only(world.look_up(scheduler, 1, [1]), Read)
+    for number in range(2, 9):
+        world.look_up(scheduler, number, [number])
+    counters = world.engine.counters
+    world.read_done(read.read_id, StoreOutcome.UNAVAILABLE)
+    paused = [counters.reads_paused]
+    while world.resuming:
+        world.resume()
+        paused.append(counters.reads_paused)
+    assert paused == [2, 4, 6, 7]
 
 
 def test_lookup_of_what_is_nowhere_is_answered_at_once() -> None:

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from sidecar.core.commands import CaughtUp, Gather, IndexSet, Read, Resume, SessionClosed
+from sidecar.core.commands import (
+    CaughtUp,
+    Gather,
+    IndexSet,
+    Read,
+    RestoredSlot,
+    Resume,
+    SessionClosed,
+)
+from sidecar.core.restored import RestoredSlots
 from sidecar.protocol import Outcome, Role
 from tests.sidecar.engine_answers import done, messages, only
 from tests.sidecar.engine_names import ALL_RANKS, key
@@ -158,3 +169,23 @@ def test_memory_that_is_given_up_between_two_slices_is_not_taken_in() -> None:
     world.note(world.engine.clear())
     assert not world.slots.used
     assert resumed(world) == [0]
+
+
+def test_an_engine_that_attaches_has_only_some_slots_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All were filtered and sorted in that event: 0.2 s for a hundred thousand."""
+    looked_at: list[RestoredSlot] = []
+    fits = RestoredSlots.fits
+
+    def noted(slots: RestoredSlots, restored: RestoredSlot, *given: Any) -> bool:
+        looked_at.append(restored)
+        return fits(slots, restored, *given)
+
+    monkeypatch.setattr(RestoredSlots, "fits", noted)
+    world, _ = holding(7, adopted_max=2)
+    world.restart(StrictLRU())
+    world.open(Role.WORKER)
+    assert len(looked_at) == 2
+    resumed(world)
+    assert len(looked_at) == 7

@@ -114,7 +114,7 @@ def test_nothing_is_written_where_writing_is_off() -> None:
 def test_restored_chunks_that_the_store_has_are_examined_over_several_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    places.patch(monkeypatch, "RESTORED_PER_EVENT_MAX", 2)
+    places.patch(monkeypatch, "EXAMINED_PER_EVENT_MAX", 2)
     world = make_world()
     worker = world.open(Role.WORKER)
     world.stored(worker, 1, [1, 2, 3, 4, 5, 6])
@@ -152,3 +152,32 @@ def test_restored_chunks_are_written_where_no_catalog_is_read() -> None:
     world.restart(StrictLRU())
     world.open(Role.WORKER)
     assert [write.key for write in world.writes.values()] == [key(1)]
+
+
+def test_on_evict_writes_no_restored_chunk_before_the_catalog_was_read() -> None:
+    """The cold eighth was written again after each restart."""
+    world = make_world(slabs=16, write=WritePolicy.ON_EVICT, writes_inflight_max=1)
+    worker = world.open(Role.WORKER)
+    world.stored(worker, 1, range(1, 15))
+    world.restart(StrictLRU())
+    worker = world.open(Role.WORKER)
+    world.stored(worker, 2, [20, 21, 22])
+    assert not world.writes, "what the store holds is not known yet"
+    assert world.engine.counters.chunks_evicted == 1
+    assert world.engine.counters.writes_dropped == 0
+    world.listed({2: RANK_0})
+    world.send(CaughtUp(0))
+    world.stored(worker, 3, [23])
+    assert [write.key for write in world.writes.values()] == [key(3)]
+
+
+def test_on_reuse_writes_no_restored_chunk_before_the_catalog_was_read() -> None:
+    world = make_world(write=WritePolicy.ON_REUSE)
+    world.stored(world.open(Role.WORKER), 1, [1, 2, 3])
+    world.restart(StrictLRU())
+    world.open(Role.WORKER)
+    world.use(world.open(Role.SCHEDULER), [1, 2])
+    assert not world.writes
+    world.listed({1: RANK_0})
+    world.send(CaughtUp(0))
+    assert [write.key for write in world.writes.values()] == [key(2)]

@@ -18,6 +18,7 @@ from sidecar.core.outbox import WritePolicy
 from sidecar.core.tenants import Quota, TenantRules, Tenants
 from sidecar.core.writes import WRITE_TRIES_MAX
 from sidecar.protocol import Outcome, Role
+from tests import places
 from tests.sidecar.engine_answers import answer, messages, only
 from tests.sidecar.engine_names import RANK_0, key, layout
 from tests.sidecar.engine_world import World
@@ -128,6 +129,29 @@ def test_on_evict_writes_the_rest_when_host_memory_ends(*, flush: bool) -> None:
     world.drain()
     assert world.engine.counters.chunks_written == (4 if flush else 0)
     assert world.engine.counters.writes_dropped == 0
+
+
+@pytest.mark.parametrize("stored", [0, 3, 5])
+def test_what_is_written_at_the_end_is_found_over_several_turns(
+    monkeypatch: pytest.MonkeyPatch, stored: int
+) -> None:
+    places.patch(monkeypatch, "EXAMINED_PER_EVENT_MAX", 2)
+    world, worker, _ = looking(slabs=16, write=WritePolicy.ON_EVICT, flush_at_end=True)
+    world.stored(worker, 1, [1, 2, 3, 4, 5])
+    world.listed(dict.fromkeys(range(1, stored + 1), RANK_0))
+    world.send(Draining())
+    assert not world.engine.pending_work().idle, "some may be left to write"
+    world.drain()
+    assert world.engine.counters.chunks_written == 5 - stored
+
+
+def test_the_cold_end_is_examined_over_several_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    places.patch(monkeypatch, "EXAMINED_PER_EVENT_MAX", 2)
+    world, worker, _ = looking(slabs=64, write=WritePolicy.ON_EVICT, writes_inflight_max=64)
+    world.stored(worker, 1, range(1, 65))
+    while world.resuming:
+        world.resume()
+    assert sorted(written(world)) == sorted(key(number) for number in range(1, 9))
 
 
 def test_off_writes_nothing() -> None:
