@@ -21,6 +21,7 @@ import yaml
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from sidecar.protocol.prompts import Prompts
 from sidecar.service.watchdog import PROBLEMS
 from tests import places, promtool
 from tests.sidecar.client import (
@@ -31,6 +32,7 @@ from tests.sidecar.client import (
     config_in,
     key_of,
 )
+from tests.sidecar.prompt_records import RECORDS
 
 RULES: Final = places.ROOT / "deploy" / "prometheus" / "kvlake.rules.yaml"
 PAGE: Final = "alarms.md"
@@ -130,7 +132,7 @@ CASES: Final = (
     # One that was never there, beside one that is.
     Case("KvlakeSidecarDown", (Series("up", "0x30 1x30"), Series(UP, "1x90", {"job": "b"})), 6, 33),
     # Its target is gone, too, and nobody else is there.
-    Case("KvlakeSidecarDown", (Series(UP, "1x4 _x30 1x30"),), 12, 37, {}),
+    Case("KvlakeSidecarDown", (Series(UP, "1x4 _x30 1x30"),), 15, 37, {}),
     gauge("KvlakeNotReady", "kvlake_ready", 3, good=1, bad=0),
     gauge("KvlakeCopiesStuck", 'kvlake_problem{code="copies"}', 1),
     jump("KvlakeHostMemoryDamaged", "kvlake_quarantined_host_total", 61),
@@ -297,7 +299,9 @@ def sidecars_exposition(tmp_path_factory: pytest.TempPathFactory) -> str:
             Worker(sidecar.path, engine_id="large", blocks_per_chunk=4096)
         for number in (2, 3):
             scheduler.lease(number, [key_of(1)])
+        scheduler.send(Prompts(scheduler.epoch, RECORDS))
         sidecar.wait_until(lambda now: "lease/client" in now["refused"])
+        sidecar.wait_until(lambda now: now["prompts"]["prompts"])
         return sidecar.get("/metrics").decode()
 
 

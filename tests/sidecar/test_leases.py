@@ -15,7 +15,7 @@ from sidecar.core.pins import EARLY_ENGINES_MAX, EARLY_JOBS_PER_ENGINE_MAX, Leas
 from sidecar.protocol import Role
 from tests.sidecar.strict_pool import StrictLRU
 from tests.sidecar.worlds import no_writes
-from tiers.policy import CacheKey
+from tiers.policy.key import CacheKey
 
 ENGINE = (0, "engine")
 

@@ -109,7 +109,7 @@ def distances(report: Report) -> Iterator[dict[str, Any]]:
                 yield {
                     "scenario": scenario,
                     "arm": name,
-                    "bound": STEP if limit["own"] > limit["computed"] else COMPUTING,
+                    "bound": STEP if (limit["own"] or 0) > (limit["computed"] or 0) else COMPUTING,
                     "limit_ttft": limit["ttft_p50"],
                     "ttft": own["ttft_p50"],
                     "limit_rate": limit["rate"],
