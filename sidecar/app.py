@@ -100,9 +100,14 @@ async def serve(
         await http.start()
         stack.push_async_callback(http.stop)
         store = None if config.store is None else open_store(config.store, wrap_store)
-        pool, restored = await anyio.to_thread.run_sync(open_pool, config)
-        keep = config.host.after_stop == "keep"
-        stack.enter_context(closing(pool, keep=keep, option=config.option))
+        opening = asyncio.create_task(anyio.to_thread.run_sync(open_pool, config))
+        try:
+            await asyncio.shield(opening)
+        finally:
+            # Also after a cancel, for nobody else would remove its file.
+            pool, restored = await opening
+            keep = config.host.after_stop == "keep"
+            stack.enter_context(closing(pool, keep=keep, option=config.option))
         return await Server(config, directory, pool, restored, store, http, watchdog).run(ready)
 
 

@@ -37,6 +37,8 @@ VICTIMS_SCANNED_MAX: Final = 1024
 """Entries of the eviction order that one search examines."""
 EVICTIONS_PER_SLOT_MAX: Final = 64
 """Bound of each loop that makes room for one slot."""
+UNCLAIMED_PER_SLOT_MAX: Final = 1024
+"""The same for slots of an earlier run, which cost nothing: a slab has up to hundreds."""
 
 
 """When a restored slot was stored (False), or last used (True)."""
@@ -355,7 +357,7 @@ class HostTier:
         slot_bytes = segment.slot_bytes
         slot = self.slots.allocate(slot_bytes)
         # Unclaimed slots go first, even several for one.
-        for _ in range(EVICTIONS_PER_SLOT_MAX):
+        for _ in range(UNCLAIMED_PER_SLOT_MAX):
             unclaimed = self.restored_slots.give_up(slot_bytes) if slot is None else None
             if unclaimed is None:
                 break
@@ -365,15 +367,18 @@ class HostTier:
 
     def _evict_for(self, segment: HostSegment) -> int | None:
         slot_bytes = segment.slot_bytes
-        # A victim of the same size frees exactly what is needed, so it is the first choice.
-        victim = self._victim(slot_bytes=slot_bytes)
+        # It frees exactly what is needed. What is colder and of another size goes first, one for
+        # each slot: else the memory of a model that is not used any more would never be another's.
+        same_size = self._victim(slot_bytes=slot_bytes)
         for _ in range(EVICTIONS_PER_SLOT_MAX):
-            victim = victim or self._victim()
+            victim = self._victim()
             if victim is None:
                 return None
             self._evict(victim, Gone.EVICTED)
-            victim = None
             slot = self.slots.allocate(slot_bytes)
+            if slot is None and same_size not in (None, victim):
+                self._evict(same_size, Gone.EVICTED)
+                slot = self.slots.allocate(slot_bytes)
             if slot is not None:
                 return slot
         return None
@@ -402,11 +407,13 @@ class HostTier:
 
     def _may_go(self, chunk: Chunk, slot_bytes: int | None) -> bool:
         """Whether a chunk may be evicted now, and has a slot of a size if given."""
-        if chunk.pins or chunk.busy:
-            return False
-        return slot_bytes is None or any(
-            segment.state is SegmentState.HOST and self.slots.class_of(segment.slot) == slot_bytes
-            for segment in chunk.segments
+        return (chunk.pins == 0 and not chunk.busy) and (
+            slot_bytes is None
+            or any(
+                segment.state is SegmentState.HOST
+                and self.slots.class_of(segment.slot) == slot_bytes
+                for segment in chunk.segments
+            )
         )
 
     def _evict(self, chunk: Chunk, gone: Gone | None) -> None:

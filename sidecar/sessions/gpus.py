@@ -12,10 +12,13 @@ Invariants:
 """
 
 import logging
+import math
 import os
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final
 
 import anyio
 
@@ -25,10 +28,14 @@ from sidecar.logs import fields
 from sidecar.protocol import KIND_CUDA_IPC, Memory
 from tiers.cuda.device import Device, DeviceMemory, PinnedMemory
 from tiers.cuda.driver import driver
-from tiers.cuda.errors import CudaFailed
+from tiers.cuda.errors import CudaFailed, DeviceLost
 from tiers.kv.copy import Region
 from tiers.kv.layout import Bytes, KVLayout
 from tiers.store.client import run_to_end
+
+FAILED_SECONDS: Final = 30.0
+"""For how long a device that could not be prepared is not tried again: each attempt creates a
+context and pins memory, and a worker that was refused attaches again five times a second."""
 
 _logger = logging.getLogger("kvlake.gpu")
 
@@ -40,6 +47,8 @@ class Gpus:
         self._pool: Bytes | None = pool
         self._settings = settings
         self._devices: dict[bytes, Device] = {}
+        self._failed: dict[bytes, tuple[CudaFailed, float]] = {}
+        """Devices that could not be prepared: why, and until when. A lost one stays lost."""
         self._pins: PinnedMemory | None = None
         self._preparing: dict[bytes, anyio.CapacityLimiter] = {}
         self._pinning = threading.Lock()
@@ -49,7 +58,7 @@ class Gpus:
         """Prepare the device of `memory`, once. Raises `AttachRefused`."""
         uuid = memory.device_uuid
         try:
-            device = self._devices.get(uuid)
+            device = self._known(uuid)
             if device is None:
                 # One limiter per device: a device that hangs delays its own workers only.
                 limiter = self._preparing.setdefault(uuid, anyio.CapacityLimiter(1))
@@ -65,8 +74,25 @@ class Gpus:
 
     def _ready(self, uuid: bytes) -> Device:
         """In a thread: the device, with the pool pinned."""
-        if uuid in self._devices:
-            return self._devices[uuid]
+        # Others waited for the one that prepared it.
+        if (known := self._known(uuid)) is not None:
+            return known
+        try:
+            return self._prepared(uuid)
+        except CudaFailed as error:
+            seconds = math.inf if isinstance(error, DeviceLost) else FAILED_SECONDS
+            # Without its traceback, which would keep what was made for the device.
+            self._failed[uuid] = error.with_traceback(None), time.monotonic() + seconds
+            raise
+
+    def _known(self, uuid: bytes) -> Device | None:
+        """A device that was prepared. Raises `CudaFailed` for one that could not be."""
+        error, until = self._failed.get(uuid, (None, 0.0))
+        if error is not None and time.monotonic() < until:
+            raise error.with_traceback(None)
+        return self._devices.get(uuid)
+
+    def _prepared(self, uuid: bytes) -> Device:
         assert self._pool is not None, "nobody attaches after close"
         device = Device(
             driver(),

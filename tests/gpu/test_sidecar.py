@@ -367,6 +367,10 @@ def test_a_device_that_is_lost_in_its_self_test_costs_its_own_workers_the_cache_
             socket=str(sidecar.socket),
             layout=layout_in("BLHNC"),
         )
+        # It attaches again all the time. Each trial would leave memory that cannot be unmapped.
+        left = sidecar.left
+        time.sleep(1.0)
+        assert sidecar.left == left
         with Worker(sidecar.socket, engine_id="cpu") as cpu:
             content = cpu.fill([0, 1], seed=1)
             cpu.store(1, key_of("cpu"), [0, 1])

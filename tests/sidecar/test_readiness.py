@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import itertools
 import json
@@ -21,7 +22,9 @@ import anyio
 import pytest
 
 from sidecar.app import ServerInfo, serve
+from sidecar.config.model import Config
 from sidecar.data.copies import Copies
+from sidecar.data.host_pool import open_pool
 from sidecar.errors import StartError
 from sidecar.observe.host_contents import HostContents
 from sidecar.protocol import Outcome
@@ -294,3 +297,28 @@ async def test_a_store_that_stays_down_has_one_line_however_it_fails(
     assert len(reasons) == 2, reasons
     assert re.fullmatch(r"request \d+ failed", reasons[0])
     assert reasons[1] == "serving"
+
+
+async def test_a_start_that_is_cancelled_leaves_no_pool(
+    short_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Ctrl-C does. The pool that was being made had nobody to remove it."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def slow(config: Config) -> object:
+        begun.set()
+        time.sleep(0.05)
+        try:
+            return open_pool(config)
+        finally:
+            ended.set()
+
+    places.patch(monkeypatch, "open_pool", slow)
+    config = config_in(short_directory)
+    serving = asyncio.ensure_future(serve(config))
+    await anyio.to_thread.run_sync(begun.wait, WAIT_SECONDS_MAX)
+    serving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await serving
+    assert ended.wait(WAIT_SECONDS_MAX)
+    assert not config.pool_path.exists()

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from tiers.pool import host_pool
 from tiers.pool.host_pool import HostPool
 
 PAGE = 4096
@@ -34,10 +35,7 @@ SIZES = (1, 2, 5)
 JOURNAL = mmap.mmap(-1, PAGES)
 LINES_STEP = 11
 LIVES = 40
-POOL_CODE = {
-    *("pool.py", "pool_file.py", "pool_lock.py", "pool_table.py", "slabs.py"),
-    "pool_killer.py",
-}
+POOL_CODE = {str(path) for path in Path(host_pool.__file__).parent.glob("*.py")} | {__file__}
 
 
 def fill(pool: HostPool, offset: int, pages: int, number: int) -> None:
@@ -106,8 +104,7 @@ class LineKiller:
         self.left = lines
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> LineKiller | None:
-        name = Path(frame.f_code.co_filename).name
-        if name not in POOL_CODE:
+        if frame.f_code.co_filename not in POOL_CODE:
             return None
         if event == "line":
             self.left -= 1

@@ -34,7 +34,7 @@ from tiers.pool.slabs import Slab
 
 Numbers = npt.NDArray[np.int64]
 
-VERSION: Final = 2
+VERSION: Final = 3
 """Raised with every change of this format; other versions are not read."""
 
 PAGE_BYTES: Final = 4096

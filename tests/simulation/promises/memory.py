@@ -8,14 +8,14 @@ MEMORY = (
     # Slots.
     Mutation(
         "a pinned chunk is evicted",
-        "HostTier._victim",
+        "HostTier._may_go",
         "chunk.pins == 0 and not chunk.busy",
         "not chunk.busy",
         seed=2,
     ),
     Mutation(
         "a slot is evicted under a running copy",
-        "HostTier._victim",
+        "HostTier._may_go",
         "chunk.pins == 0 and not chunk.busy",
         "chunk.pins == 0",
     ),
