@@ -52,6 +52,8 @@ SHUTDOWN_SECONDS_MAX: Final = 1.0
 CONNECTIONS_MAX: Final = 64
 CONNECTION_SECONDS_MAX: Final = 30.0
 PEER_CONNECTIONS_MAX: Final = 48
+MATCHES_OPEN_MAX: Final = 8
+"""Queries of `/match` at a time, far fewer than connections."""
 ACCEPTED_TOGETHER_MAX: Final = 8
 """In one iteration of the loop. Far fewer than a peer may have: a request that follows its
 connection at once is read before that connection is the one that has been idle longest."""
@@ -72,6 +74,8 @@ class Documents:
         self.status = SidecarStatus(dispatcher, watchdog)
         self.host = HostContents(dispatcher)
         self.matches = PromptMatches(dispatcher, self.host)
+        self.matches_open = 0
+        """Queries of `/match` that are being received or answered, or wait."""
         self.prompts = PromptDocuments(dispatcher)
         self.times = dispatcher.copies.times
         self.uses = dispatcher.uses
@@ -353,9 +357,20 @@ async def _match(documents: Documents, request: web.Request) -> web.Response:
     if request.content_type != "application/json":
         # A page of another site can send what is not JSON without asking.
         raise QueryError(f"Content-Type: {request.content_type[:64]}; send application/json")
+    if documents.matches_open >= MATCHES_OPEN_MAX:
+        # One is answered at a time. Each has a body in memory, and a connection that is not cut.
+        return web.Response(
+            status=503,
+            text=f"{MATCHES_OPEN_MAX} queries are open already; ask again later\n",
+            headers={"Retry-After": "1"},
+        )
     assert request.transport is not None, "the loss of a connection cancels its handler"
     connection = cast("_Connection", request.transport.get_protocol())
-    return _json(await documents.matches.document(await connection.body_of(request)))
+    documents.matches_open += 1
+    try:
+        return _json(await documents.matches.document(await connection.body_of(request)))
+    finally:
+        documents.matches_open -= 1
 
 
 async def _transfers(documents: Documents, request: web.Request) -> web.Response:

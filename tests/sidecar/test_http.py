@@ -22,7 +22,7 @@ import pytest
 from sidecar import cli
 from sidecar.config.model import ConfigError, load, loads
 from sidecar.errors import StartError
-from sidecar.observe.http import listen_on
+from sidecar.observe.http import MATCHES_OPEN_MAX, listen_on
 from tests import places
 from tests.mappings import open_fds
 from tests.sidecar.client import WAIT_SECONDS_MAX, RunningSidecar, Worker, config_in
@@ -449,7 +449,8 @@ def test_queries_of_clients_that_left_do_not_pile_up(
 
         first = query()
         assert keys.started.wait(WAIT_SECONDS_MAX)
-        waiting = [query() for _ in range(20)]
+        waiting = [query() for _ in range(MATCHES_OPEN_MAX - 1)]
+        assert b"503" in query().recv(65536), "as many as there are connections kept probes out"
         for _ in range(10):
             assert sidecar.get("/healthz") == b"ok\n"
         assert keys.parsed == 1, "a query that waits holds more than its body"

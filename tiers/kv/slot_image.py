@@ -293,6 +293,10 @@ class SlotTemplates:
 
     def for_image_bytes(self, image_bytes: int) -> SlotTemplate:
         """The template whose image has that length. Raises `ImageTruncated` without one."""
+        full = self[self.layout.blocks_per_chunk]
+        if image_bytes == full.image_bytes:
+            # Nearly all are. A search would create some others first, a millisecond for each.
+            return full
         counts = range(1, self.layout.blocks_per_chunk)
         place = bisect.bisect_left(counts, image_bytes, key=lambda blocks: self[blocks].image_bytes)
         template = self[1 + place]
