@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from benchmarks.store.bandwidth_plot import svg
 
@@ -142,7 +142,8 @@ def draw(report: dict[str, Any], *, docs: bool) -> None:
         (figures / PICTURE.with_suffix(".json")).write_text(text)
 
 
-def main() -> None:
+def main() -> NoReturn:
+    """Run what was asked for. Exits with 1 if a benchmark failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", choices=sorted(BENCHMARKS), default=None)
     parser.add_argument("--out", type=Path, default=None, help="also write the report to this file")
@@ -171,6 +172,10 @@ def main() -> None:
     for target, held in report["targets"].items():
         word = {True: "holds", False: "FALLS SHORT", None: "not measured"}[held]
         print(f"{word:12} {target}", file=sys.stderr)
+    failed = {name: one["error"] for name, one in report.items() if "error" in one}
+    for name, error in failed.items():
+        print(f"{name} FAILED:\n{error}", file=sys.stderr)
+    sys.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":

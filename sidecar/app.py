@@ -105,7 +105,9 @@ async def serve(
             await asyncio.shield(opening)
         finally:
             # Also after a cancel, for nobody else would remove its file.
-            pool, restored = await opening
+            with anyio.CancelScope(shield=True):
+                await asyncio.wait([opening])
+            pool, restored = opening.result()
             keep = config.host.after_stop == "keep"
             stack.enter_context(closing(pool, keep=keep, option=config.option))
         return await Server(config, directory, pool, restored, store, http, watchdog).run(ready)
@@ -277,6 +279,7 @@ class Server:
     def _write_lost(self) -> None:
         """Record how many objects are lost, where host memory is removed with them."""
         if self._config.host.after_stop == "remove":
+            self.dispatcher.engine.writes.flush()
             left = self.dispatcher.engine.pending_work()
             self._directory.write_lost(left.writes_pending + left.writes_running)
 
@@ -310,6 +313,8 @@ class Server:
             while self.broken is None and not self.dispatcher.engine.pending_work().idle:
                 self.dispatcher.drained = anyio.Event()
                 await self.dispatcher.drained.wait()
+        if self.dispatcher.engine.writes.flushing:
+            self.dispatcher.engine.writes.flush()
         left = self.dispatcher.engine.pending_work()
         rows_waiting = 0 if store is None else store.catalogs.rows_waiting
         if not left.idle:

@@ -204,25 +204,27 @@ class Bench:
         num_bytes = effort.sidecar_rounds * effort.round_bytes
         one_way: list[float] = []
         worker, copier = self.worker, self.copier
-        with self._world() as world:
 
-            def measure(piece_bytes: int, ways: list[str]) -> float:
-                layout = effort.layout(piece_bytes)
-                worker.call(
-                    "traffic.attach",
-                    socket=world.socket, layout=layout, ways=ways, **self._jobs(),
-                )  # fmt: skip
-                worker.call("traffic.seconds", num_bytes=effort.round_bytes)
-                seconds = worker.call("traffic.seconds", num_bytes=num_bytes)
-                worker.call("traffic.detach")
-                assert isinstance(seconds, float)
-                return seconds
+        def measure(world: World, piece_bytes: int, ways: list[str]) -> float:
+            layout = effort.layout(piece_bytes)
+            worker.call(
+                "traffic.attach",
+                socket=world.socket, layout=layout, ways=ways, **self._jobs(),
+            )  # fmt: skip
+            worker.call("traffic.seconds", num_bytes=effort.round_bytes)
+            seconds = worker.call("traffic.seconds", num_bytes=num_bytes)
+            worker.call("traffic.detach")
+            assert isinstance(seconds, float)
+            return seconds
 
-            for piece_bytes in PIECES_BYTES:
+        for piece_bytes in PIECES_BYTES:
+            # Each has its own host memory. In one that slots of another size fill, what is to be
+            # loaded may be evicted.
+            with self._world() as world:
                 for name, to_device in DIRECTIONS:
                     ways = [LOADS] if to_device else [STORES]
                     plain = [self._plain(copier, effort.round_bytes, to_device=to_device)]
-                    seconds = measure(piece_bytes, ways)
+                    seconds = measure(world, piece_bytes, ways)
                     plain.append(self._plain(copier, effort.round_bytes, to_device=to_device))
                     ratio = statistics.median(plain) * effort.sidecar_rounds / seconds
                     found.append(
@@ -233,13 +235,11 @@ class Bench:
                     )  # fmt: skip
                     if piece_bytes == 1 << 20:
                         one_way.append(seconds)
-            both = measure(1 << 20, [STORES, LOADS])
-            found.append(
-                Figure(
-                    part, "1 MiB both ways at once", min(one_way) / both, "of one way",
-                    at_least=1.5,
-                )
-            )  # fmt: skip
+        with self._world() as world:
+            both = measure(world, 1 << 20, [STORES, LOADS])
+        found.append(
+            Figure(part, "1 MiB both ways at once", min(one_way) / both, "of one way", at_least=1.5)
+        )
         return found
 
     def threads(self) -> list[Figure]:

@@ -23,8 +23,8 @@ from sidecar.protocol.prompts import PromptOutcome
 SESSIONS_ASKED_MAX: Final = 4
 """Sessions that one request asks in turn, so that a restarting sidecar cannot delay it for ever."""
 EXPECTED_SECONDS_EACH: Final = 200e-6
-"""Between two lookups of requests that expect chunks, ten times what one takes: any client may send
-thousands of such requests, and no step may look up all of them."""
+"""Between two further lookups of requests that expect chunks, ten times what one takes: any client
+may send thousands of such requests, and not every step may look up all of them."""
 REASONS: Final = {
     Outcome.EXPIRED: PromptOutcome.LATE,
     Outcome.RECOMPUTED: PromptOutcome.PLANNER,

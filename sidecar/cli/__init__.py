@@ -33,7 +33,9 @@ def _run(words: list[str]) -> int:
     options, unknown = top.parse_known_args(own)
     if unknown and takes_command:
         known = [word for word in own if word not in unknown]
-        line = f"kvlake {shlex.join(known)} -- {shlex.join(unknown)}"
+        from sidecar.cli.run.engine_command import shown
+
+        line = f"kvlake {shlex.join(known)} -- {shown(unknown)}"
         complain(f"write -- before the engine's command: {line}")
         return Exit.USAGE
     if unknown:

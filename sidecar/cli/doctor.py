@@ -21,7 +21,6 @@ import logging
 import mmap
 import os
 import resource
-import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +38,7 @@ from sidecar.cli.run.engine_command import (
     CONNECTOR,
     check_command,
     own_chunk_tokens,
+    shown,
 )
 from sidecar.config.model import Config
 from sidecar.data.host_pool import check_host, placement_of
@@ -407,7 +407,7 @@ def _sockets(config: Config) -> Check:
 
 def _state(place: str) -> str:
     try:
-        return f"a sidecar, pid {listener(Path(place)) or 'unknown'}"
+        return f"a sidecar, pid {listener(Path(place)).pid or 'unknown'}"
     except FileNotFoundError:
         return "none"
     except OSError as error:
@@ -464,7 +464,7 @@ def _command(config: Config, command: Sequence[str]) -> Check:
         check_command(command, config)
     except CommandError as error:
         return failed("engine command", str(error))
-    return passed("engine command", shlex.join(command))
+    return passed("engine command", shown(command))
 
 
 def _chunks(config: Config) -> Check:

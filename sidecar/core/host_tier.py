@@ -37,11 +37,10 @@ VICTIMS_SCANNED_MAX: Final = 1024
 """Entries of the eviction order that one search examines."""
 EVICTIONS_PER_SLOT_MAX: Final = 64
 """Bound of each loop that makes room for one slot."""
+UNUSABLE_SHARE_MAX: Final = 1 / 16
+"""Part of the pool that may be free in slabs of other sizes before no more is freed in them."""
 UNCLAIMED_PER_SLOT_MAX: Final = 1024
 """The same for slots of an earlier run, which cost nothing: a slab has up to hundreds."""
-
-
-"""When a restored slot was stored (False), or last used (True)."""
 
 
 class HostChange(enum.Enum):
@@ -367,18 +366,21 @@ class HostTier:
 
     def _evict_for(self, segment: HostSegment) -> int | None:
         slot_bytes = segment.slot_bytes
-        # It frees exactly what is needed. What is colder and of another size goes first, one for
-        # each slot: else the memory of a model that is not used any more would never be another's.
+        # It frees exactly what is needed. What is colder and of another size goes first, as many
+        # bytes as the slot has: else the memory of a model that is not used any more would never
+        # be another's. But not while much is free that is of no use, because a slot of its slab is
+        # needed.
         same_size = self._victim(slot_bytes=slot_bytes)
-        for _ in range(EVICTIONS_PER_SLOT_MAX):
-            victim = self._victim()
+        moves = self.slots.free_bytes() < self.slots.size_bytes * UNUSABLE_SHARE_MAX
+        left = slot_bytes if moves else 0
+        for evictions_left in reversed(range(EVICTIONS_PER_SLOT_MAX)):
+            others = left > 0 and evictions_left
+            victim = self._victim() if others or same_size is None else same_size
             if victim is None:
                 return None
+            left -= victim.realm.chunk_bytes
             self._evict(victim, Gone.EVICTED)
             slot = self.slots.allocate(slot_bytes)
-            if slot is None and same_size not in (None, victim):
-                self._evict(same_size, Gone.EVICTED)
-                slot = self.slots.allocate(slot_bytes)
             if slot is not None:
                 return slot
         return None

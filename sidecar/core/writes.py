@@ -152,6 +152,12 @@ class Writes(CorePart):
         """Whether a drain has yet to queue chunks that the store lacks."""
         return self._draining and self._examined is not None
 
+    def flush(self) -> None:
+        """Queue the rest at once: what is left to write is about to be counted."""
+        for chunk in self._examined or ():
+            self._enqueue(chunk, WriteCause.STOPPING)
+        self._examined = None
+
     def _write_ahead(self) -> None:
         """Queue the chunks that are evicted next, so that the cold end is free or written.
 
@@ -256,7 +262,9 @@ class Writes(CorePart):
                 left -= 1
                 if self._policy is WritePolicy.THROUGH:
                     self._enqueue(restored, WriteCause.RESTORED)
-                elif self._policy is WritePolicy.ON_REUSE and restored.uses:
+                elif self._policy is WritePolicy.ON_EVICT:
+                    self._filled_bytes += restored.realm.chunk_bytes
+                elif restored.uses:
                     self._enqueue(restored, WriteCause.ON_REUSE)
             if not left:
                 self._emit(Resume())

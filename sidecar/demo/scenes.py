@@ -43,8 +43,6 @@ SCENES: Final = {
 
 def main(options: Options) -> Exit:
     """Run the demo, or only write its model. The folder is removed unless something failed."""
-    if importlib.util.find_spec("vllm") is None:
-        raise CommandError("vLLM is not installed here; run the demo in the engine's environment")
     if options.model_only is not None:
         try:
             path = write_model(options.model_only)
@@ -55,6 +53,8 @@ def main(options: Options) -> Exit:
             ) from error
         say(f"kvlake run -- vllm serve {path} --dtype bfloat16 --block-size 32")
         return Exit.OK
+    if importlib.util.find_spec("vllm") is None:
+        raise CommandError("vLLM is not installed here; run the demo in the engine's environment")
 
     def end(number: int, _frame: object) -> None:
         raise SystemExit(128 + number)

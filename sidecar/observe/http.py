@@ -319,7 +319,8 @@ class HttpServer:
         return web.Response(text=self._page_text, headers=headers, content_type="text/html")
 
     async def _readiness(self, request: web.Request) -> web.StreamResponse:
-        ready, document = self._watchdog.readiness(reasons=self._authorized(request))
+        reasons = self._addressed(request) and self._authorized(request)
+        ready, document = self._watchdog.readiness(reasons=reasons)
         return _json(document, status=200 if ready else 503)
 
 

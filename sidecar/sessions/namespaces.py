@@ -157,7 +157,6 @@ class RealmLayout:
         segments = [layout.segment for layout in own]
         layers = max(one.first_layer + one.num_layers for one in segments)
         heads = max(one.first_head + one.num_heads for one in segments)
-        whole = Segment(0, layers, 0, heads)
         for name in dict.fromkeys(names):
             if name in known or len(self.foreign) >= FOREIGN_MAX:
                 continue
@@ -169,7 +168,10 @@ class RealmLayout:
                 continue
             # A segment that exceeds the model is not of it, and would be read into as much memory
             # as its name says.
-            inside = overlap(segment, whole) == segment
+            inside = (
+                segment.first_layer + segment.num_layers <= layers
+                and segment.first_head + segment.num_heads <= heads
+            )
             if inside and any(overlap(segment, one) for one in segments):
                 self.foreign.append(
                     RankLayout(layout, SlotTemplates(layout, self.namespace_digest))

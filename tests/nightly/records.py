@@ -44,7 +44,7 @@ class Record:
     @property
     def good(self) -> bool:
         """Whether the stage passed."""
-        return self.exit_code == 0
+        return self.exit_code == 0 and self.passed > 0
 
     @property
     def revision(self) -> str:

@@ -301,7 +301,7 @@ def overwritten(offset: int, data: bytes) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (overwritten(8, b"\3"), "its format has version 3, this release reads version 2"),
+        (overwritten(8, b"\2"), "its format has version 2, this release reads version 3"),
         (overwritten(0, b"precious"), "no superblock"),
         (lambda path: os.truncate(path, SIZE_BYTES), "its superblock says"),
         (overwritten(4096 + 9, b"\xff"), "contradicts itself"),

@@ -167,7 +167,7 @@ def test_on_evict_writes_no_restored_chunk_before_the_catalog_was_read() -> None
     assert world.engine.counters.writes_dropped == 0
     world.listed({2: RANK_0})
     world.send(CaughtUp(0))
-    world.stored(worker, 3, [23])
+    world.send(Tick())
     assert [write.key for write in world.writes.values()] == [key(3)]
 
 

@@ -166,8 +166,8 @@ def test_another_program_is_refused_with_a_remedy(config: Config) -> None:
 )
 def test_secrets_of_the_engine_are_not_logged(given: str, logged: str) -> None:
     assert shown(["vllm", "serve", "M", *given.split()]) == f"vllm serve M {logged}"
-    variable = shown(["env", "VLLM_API_KEY=sk-1", "vllm", "serve", "key"])
-    assert variable == "env 'VLLM_API_KEY=***' vllm serve key"
+    variable = shown(["srun", "--export=A=1,HF_TOKEN=sk-1,B=2", "env", "VLLM_API_KEY=sk-1", "key"])
+    assert variable == "srun '--export=A=1,HF_TOKEN=***,B=2' env 'VLLM_API_KEY=***' key"
 
 
 @pytest.mark.parametrize("option", ["--kv-transfer-config", "--kv_transfer_config"])

@@ -222,7 +222,7 @@ class Checks:
         kind = type(work).__name__.lower()
         self.world.saw(f"{kind} {event.outcome.name.lower()}")
         if event.outcome is Outcome.EXPIRED:
-            for reason in ("was not reached", "no copy thread", "taking blocks back", "held its"):
+            for reason in ("was not reached", "no copy thread", "the worker revoked", "held its"):
                 if reason in event.detail:
                     self.world.saw(f"copy expired: {reason}")
         elif event.outcome is Outcome.FAILED:

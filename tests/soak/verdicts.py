@@ -156,14 +156,14 @@ def _shift(before: Sequence[float], after: Sequence[float]) -> float:
 
 
 def hits(start: Sequence[Sample], end: Sequence[Sample]) -> Verdict:
-    """Whether the measured rounds loaded as much at the end as at the start."""
+    """Whether the measured rounds loaded something, and as much at the end as at the start."""
     if not start or not end:
         return Verdict("hits", False, "no rounds were measured")
     first, last = (
         statistics.median(one["pace.hit_ratio"] for one in part) for part in (start, end)
     )
     said = f"{last:.1%} of the tokens of measured rounds at the end, {first:.1%} at the start"
-    return Verdict("hits", last >= first - HITS_LOSS_MAX, said)
+    return Verdict("hits", last > 0 and last >= first - HITS_LOSS_MAX, said)
 
 
 def none_of(name: str, found: Sequence[str]) -> Verdict:

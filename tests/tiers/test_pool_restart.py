@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -427,42 +425,6 @@ def test_entries_that_contradict_each_other_are_not_believed(path: Path) -> None
 
 
 # --- killed at any moment ------------------------------------------------------------------------
-
-
-STOPPED: Final = """
-import os, signal, sys
-from pathlib import Path
-from tiers.pool.file import Backing
-from tiers.pool.host_pool import HostPool
-Backing.populate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-HostPool.open(Path(sys.argv[1]), 1 << 20)
-"""
-
-
-def test_a_process_that_is_killed_while_it_makes_a_pool_leaves_no_memory(path: Path) -> None:
-    """It left up to host.size in /dev/shm: a start may take minutes, and people stop it."""
-    done = subprocess.run([sys.executable, "-c", STOPPED, str(path)], check=False)
-    assert done.returncode == -signal.SIGKILL
-    assert not path.exists()
-    open_pool(path).close()
-
-
-def test_a_pool_is_made_where_files_have_names_from_the_start(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not every file system has O_TMPFILE."""
-    opened = os.open
-
-    def refuse(name: Path, flags: int, *mode: int, **options: Any) -> int:
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), name)
-        return opened(name, flags, *mode, **options)
-
-    monkeypatch.setattr(os, "open", refuse)
-    pool = open_pool(path)
-    assert path.stat().st_mode & 0o777 == 0o600
-    pool.close()
-    assert not path.exists()
 
 
 @pytest.mark.slow

@@ -48,8 +48,6 @@ from tiers.sizes import approximate_size
 CONTRADICTION: Final = "its table of slabs contradicts itself"
 PREFAULT_PIECE_BYTES: Final = 64 << 20
 
-_NO_UNNAMED_FILES: Final = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
-"""What file systems without them answer to O_TMPFILE."""
 _FILE_FLAGS: Final = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -245,12 +243,9 @@ def _fitting(
 
 
 def create_mapping(path: Path, size_bytes: int, backing: Backing) -> MappedPool:
-    """A new file, backed by memory and mapped. Raises `PoolError` without room for it.
-
-    It gets its name last: a process that is killed while it touches the memory leaves none.
-    """
+    """A new file, backed by memory and mapped. Raises `PoolError` without room for it."""
     shape = TableShape.of(size_bytes)
-    fd, named = _new_file(path)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FILE_FLAGS, 0o600)
     try:
         _require_room(path, shape, 0)
         os.ftruncate(fd, shape.file_bytes)
@@ -260,28 +255,12 @@ def create_mapping(path: Path, size_bytes: int, backing: Backing) -> MappedPool:
         populated = backing.prefault and backing.populate(file)
         if os.fstat(fd).st_blocks * 512 < shape.file_bytes:
             _back(fd, path, shape, 0, backing)
-        if not named:
-            # With a descriptor of a folder, though the path is absolute: Python follows the link
-            # of /proc only then.
-            os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd)
         return MappedPool(owner, file, shape, size_bytes, populated)
     except BaseException:
-        if named:
-            path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
         raise
     finally:
         os.close(fd)
-
-
-def _new_file(path: Path) -> tuple[int, bool]:
-    """A new file for `path`, and whether it has that name already."""
-    flags = os.O_RDWR | os.O_CLOEXEC
-    try:
-        return os.open(path.parent, flags | os.O_TMPFILE, 0o600), False
-    except OSError as error:
-        if error.errno not in _NO_UNNAMED_FILES:
-            raise
-    return os.open(path, flags | os.O_CREAT | os.O_EXCL | _FILE_FLAGS, 0o600), True
 
 
 def _require_room(

@@ -37,7 +37,7 @@ from sidecar.cli.console import CommandError, NotStarted, Options, complain, loa
 from sidecar.cli.run.engine_command import check_command, shown, with_events
 from sidecar.config.model import Config
 from sidecar.exits import STOP_SIGNALS, Exit
-from sidecar.protocol.peer import peer_of, require_own
+from sidecar.protocol.peer import Peer, peer_of
 from sidecar.service.systemd import Notifier, without_notify
 
 FORWARDED: Final = (*STOP_SIGNALS, signal.SIGHUP)
@@ -80,6 +80,10 @@ def run(
     With `optional`, the engine is also started if the sidecar cannot be, which is then retried.
     Raises `CommandError` if one of the two cannot be started; the other is stopped again.
     """
+    home = config.runtime.home
+    for folder in (home.parent, home):
+        with contextlib.suppress(FileNotFoundError):
+            _require_trusted(folder, folder.lstat().st_uid)
     engine_command = with_events(check_command(command, config), config)
     sidecar = SupervisedSidecar(config, serve)
     notifier = Notifier()
@@ -164,17 +168,24 @@ def _is_held(path: Path, operation: int) -> bool:
     return False
 
 
-def listener(attach_path: Path) -> int:
-    """The process that listens on a socket; 0 in another PID namespace.
-
-    Raises `OSError` if none does, or one of another user: anybody can make a directory in /tmp.
-    """
+def listener(attach_path: Path) -> Peer:
+    """The process that listens on a socket. Raises `OSError` if none does."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(CONNECT_SECONDS_MAX)
         connection.connect(str(attach_path))
-        peer = peer_of(connection)
-    require_own(peer, str(attach_path))
-    return peer.pid
+        return peer_of(connection)
+
+
+def _require_trusted(path: Path, uid: int) -> None:
+    """Raise `CommandError` for what another user has in /tmp, where anybody may make a directory.
+
+    An engine with the socket in it would send its KV memory to that user.
+    """
+    if path.is_relative_to("/tmp") and uid not in (0, os.geteuid()):  # noqa: S108
+        raise CommandError(
+            f"{path} belongs to uid {uid}, not to uid {os.geteuid()}: another user made it; set "
+            "runtime.directory to a folder of yours, outside /tmp"
+        )
 
 
 class SupervisedSidecar:
@@ -211,19 +222,20 @@ class SupervisedSidecar:
                 _interrupt(wakeup)
 
     def _join(self) -> bool:
-        """Join the user's sidecar that serves; False if none does, or it cannot be joined."""
+        """Join the sidecar that serves; False if none does, or it cannot be joined."""
         path = self._config.runtime.attach_path
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            pid = listener(path)
+            peer = listener(path)
+            _require_trusted(path, peer.uid)
             fd = os.open(path.with_name(LOCK), flags, 0o600)
             fcntl.flock(fd, fcntl.LOCK_SH)
         except OSError:
             return False
         self._joined_fd = fd
         log(
-            f"a sidecar (pid {pid}) serves {path}: joined it, with the configuration that it was "
-            "started with"
+            f"a sidecar (pid {peer.pid}) serves {path}: joined it, with the configuration that it "
+            "was started with"
         )
         return True
 

@@ -23,11 +23,11 @@ EVENTS_OPTION: Final = "--kv-events-config"
 BLOCK_SIZE_OPTION: Final = "--block-size"
 BLOCK_TOKENS_STEP: Final = 16
 """Every block size that vLLM chooses by itself is a multiple of this."""
-_SECRET: Final = re.compile(
-    r"(--[\w-]*(?:key|token|password|secret)|\w*(?:key|token|password|secret)(?==))(=.*)?",
-    re.IGNORECASE | re.DOTALL,
-)
-"""An option with a secret, such as `--api-key`, or a variable for `env`."""
+_NAME: Final = "(?:key|token|password|secret)"
+_OPTION: Final = re.compile(rf"--[\w-]*{_NAME}", re.IGNORECASE)
+"""An option with a secret behind it, such as `--api-key`."""
+_GIVEN: Final = re.compile(rf"({_NAME})=[^,\s]+", re.IGNORECASE)
+"""A secret in the same word: `--api-key=…`, `VLLM_API_KEY=…`, `--export=HF_TOKEN=…`."""
 
 
 def check_command(command: Sequence[str], config: Config) -> list[str]:
@@ -51,14 +51,10 @@ def shown(command: Sequence[str]) -> str:
     words: list[str] = []
     hidden = False
     for word in command:
-        secret = _SECRET.fullmatch(word)
-        if secret is not None:
-            words.append(secret[1] + (f"={MASK}" if secret[2] else ""))
-            hidden = not secret[2]
-            continue
         # An option may have several values, as vLLM's --api-key has.
         hidden = hidden and not word.startswith("-")
-        words.append(MASK if hidden else word)
+        words.append(MASK if hidden else _GIVEN.sub(rf"\1={MASK}", word))
+        hidden = hidden or _OPTION.fullmatch(word) is not None
     return shlex.join(words)
 
 
