@@ -11,6 +11,7 @@ Does not own what messages mean (`scheduler/`, `worker.py`), nor the content of 
 """
 
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -48,7 +49,7 @@ from sidecar.protocol.codec import (
     frame_stream,
     stream_length,
 )
-from sidecar.protocol.peer import peer_of, require_own
+from sidecar.protocol.peer import is_trusted, peer_of
 from tiers.kv.index import ANYWHERE, IndexReader, tags_of
 
 logger = logging.getLogger("vllm.kvlake")
@@ -110,7 +111,9 @@ def connect(paths: tuple[str, ...]) -> socket.socket:
         try:
             connection.connect(path)
             if len(paths) > 1 and path.startswith("/tmp/"):  # noqa: S108 (see above)
-                require_own(peer_of(connection), path)
+                uid = peer_of(connection).uid
+                if not is_trusted(uid):
+                    raise PermissionError(errno.EPERM, f"it belongs to uid {uid}", path)
         except OSError:
             connection.close()
             if path == last:

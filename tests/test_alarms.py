@@ -174,6 +174,16 @@ CASES: Final = (
         75,
         195,
     ),
+    # Engines that use vLLM's own offloading report no prompts.
+    Case(
+        "KvlakeThrashing",
+        (
+            Series("kvlake_chunks_evicted_total", "0+10x120 1200x120"),
+            Series("kvlake_chunks_loaded_total", "0x240"),
+        ),
+        75,
+        195,
+    ),
     growth("KvlakeWritesDropped", 32, 16, "kvlake_writes_dropped_total"),
     Case(
         "KvlakeDrainLoss",

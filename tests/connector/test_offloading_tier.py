@@ -6,7 +6,10 @@ from __future__ import annotations
 import json
 import secrets
 import signal
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm.v1.kv_offload.base import (
@@ -292,19 +295,31 @@ def test_a_sidecar_that_hangs_dies_and_comes_back(tmp_path: Path) -> None:
             assert first.find("h", prompt) == 4
 
 
-@pytest.mark.promise("offloading-tier")
-def test_from_the_object_store(tmp_path: Path) -> None:
-    prompt = words(5)
-    place = tmp_path / "store"
+def with_store(folder: Path) -> dict[str, Any]:
+    """The configuration, with a new folder as the object store."""
+    place = folder / "store"
     place.mkdir()
     store = {"url": f"file://{place}", "refresh_seconds": "200ms", "recompute": "never"}
-    config = CONFIG | {"store": store}
-    with SidecarProcess(tmp_path / "s", config) as sidecar, node(sidecar) as first:
+    return CONFIG | {"store": store}
+
+
+@contextmanager
+def stored_elsewhere(folder: Path, prompt: list[str]) -> Generator[tuple[SidecarProcess, Node]]:
+    """A node whose sidecar finds the chunks of a prompt in the object store alone."""
+    config = with_store(folder)
+    with SidecarProcess(folder / "s", config) as sidecar, node(sidecar) as first:
         first.store("a", prompt)
         first.settle()
         assert sidecar.drain() == 0
-    with SidecarProcess(tmp_path / "s", config) as sidecar, node(sidecar) as second:
+    with SidecarProcess(folder / "s", config) as sidecar, node(sidecar) as second:
         sidecar.wait("the store is listed", lambda status: status["tiers"]["store"]["chunks"] >= 5)
+        yield sidecar, second
+
+
+@pytest.mark.promise("offloading-tier")
+def test_from_the_object_store(tmp_path: Path) -> None:
+    prompt = words(5)
+    with stored_elsewhere(tmp_path, prompt) as (sidecar, second):
         only_host = TierFilter((TierMatcher(Medium.CPU, None),))
         assert second.find("b", prompt, load_tier_filter=only_host) == 0
         assert second.find("c", prompt) == 5
@@ -314,16 +329,7 @@ def test_from_the_object_store(tmp_path: Path) -> None:
 
 def test_lookups_of_a_request_that_runs_pin_nothing(tmp_path: Path) -> None:
     prompt = words(5)
-    place = tmp_path / "store"
-    place.mkdir()
-    store = {"url": f"file://{place}", "refresh_seconds": "200ms", "recompute": "never"}
-    config = CONFIG | {"store": store}
-    with SidecarProcess(tmp_path / "s", config) as sidecar, node(sidecar) as first:
-        first.store("a", prompt)
-        first.settle()
-        assert sidecar.drain() == 0
-    with SidecarProcess(tmp_path / "s", config) as sidecar, node(sidecar) as second:
-        sidecar.wait("the store is listed", lambda status: status["tiers"]["store"]["chunks"] >= 5)
+    with stored_elsewhere(tmp_path, prompt) as (sidecar, second):
         context, keys = second.request("b", prompt)
         second.until(
             lambda: all(second.manager.lookup(key, context) is LookupResult.HIT for key in keys)
@@ -339,10 +345,7 @@ def test_lookups_of_a_request_that_runs_pin_nothing(tmp_path: Path) -> None:
 def test_a_request_may_leave_out_the_object_store(tmp_path: Path) -> None:
     """For writing and for reading."""
     kept, written = words(3), words(4)
-    place = tmp_path / "store"
-    place.mkdir()
-    store = {"url": f"file://{place}", "refresh_seconds": "200ms", "recompute": "never"}
-    config = CONFIG | {"store": store}
+    config = with_store(tmp_path)
     only_host = {"kvlake": {"read": "host", "write": "host"}}
     with SidecarProcess(tmp_path / "s", config) as sidecar, node(sidecar) as first:
         first.store("a", kept, kv_transfer_params=only_host)
@@ -362,10 +365,7 @@ def test_a_request_may_leave_out_the_object_store(tmp_path: Path) -> None:
 def test_from_the_object_store_alone(tmp_path: Path) -> None:
     """A chunk is read once for a request, and is in host memory from then on."""
     prompt = words(5)
-    place = tmp_path / "store"
-    place.mkdir()
-    store = {"url": f"file://{place}", "refresh_seconds": "200ms", "recompute": "never"}
-    config = CONFIG | {"store": store}
+    config = with_store(tmp_path)
     storage = TierFilter((TierMatcher(Medium.STORAGE, None),))
     with SidecarProcess(tmp_path / "s", config) as sidecar, node(sidecar) as first:
         first.store("a", prompt)

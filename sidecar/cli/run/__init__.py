@@ -37,7 +37,7 @@ from sidecar.cli.console import CommandError, NotStarted, Options, complain, loa
 from sidecar.cli.run.engine_command import check_command, shown, with_events
 from sidecar.config.model import Config
 from sidecar.exits import STOP_SIGNALS, Exit
-from sidecar.protocol.peer import Peer, peer_of
+from sidecar.protocol.peer import Peer, is_trusted, peer_of
 from sidecar.service.systemd import Notifier, without_notify
 
 FORWARDED: Final = (*STOP_SIGNALS, signal.SIGHUP)
@@ -181,7 +181,7 @@ def _require_trusted(path: Path, uid: int) -> None:
 
     An engine with the socket in it would send its KV memory to that user.
     """
-    if path.is_relative_to("/tmp") and uid not in (0, os.geteuid()):  # noqa: S108
+    if path.is_relative_to("/tmp") and not is_trusted(uid):  # noqa: S108
         raise CommandError(
             f"{path} belongs to uid {uid}, not to uid {os.geteuid()}: another user made it; set "
             "runtime.directory to a folder of yours, outside /tmp"
