@@ -240,7 +240,8 @@ class World:
     def drained(self, code: Exit = Exit.OK) -> None:
         """The sidecar was told to stop: it ends, and says how."""
         assert self.sidecar.process is not None
-        assert self.sidecar.process.wait(WAIT_SECONDS_MAX) == code
+        ended = self.sidecar.process.wait(WAIT_SECONDS_MAX)
+        assert ended == code, f"exit code {ended}, not {code!r}"
 
     def restart_sidecar(self) -> None:
         """Start the next sidecar on the same sockets."""

@@ -28,6 +28,7 @@ from sidecar.core.commands import (
     Written,
 )
 from sidecar.core.directory import Cause, HostSegment
+from sidecar.core.host_tier import Reservation
 from sidecar.core.tenants import TenantRules
 from sidecar.protocol import (
     Done,
@@ -92,7 +93,7 @@ class Checks:
             process.pool,
         )
         handle, execute = engine.handle_all, executor.execute
-        allocate, free = slots.allocate, slots.free
+        allocate, free, reserve = slots.allocate, slots.free, engine.host.reserve
 
         def handled(events: Sequence[Event], now: float) -> list[Command]:
             works = [self._before(process, event) for event in events]
@@ -126,8 +127,15 @@ class Checks:
             self._freed(offset)
             free(offset)
 
+        def reserved(segment: HostSegment, cause: Cause, *retention: Any) -> Reservation:
+            made = reserve(segment, cause, *retention)
+            if made is Reservation.REFUSED:
+                self.conduct.refused(process, segment)
+            return made
+
         for owner, name, value in (
             (engine, "handle_all", handled),
+            (engine.host, "reserve", reserved),
             (executor, "execute", executed),
             (slots, "allocate", allocated),
             (slots, "free", freed),

@@ -32,7 +32,7 @@ from sidecar.core.commands import (
     Write,
     Written,
 )
-from sidecar.core.directory import Chunk, SegmentState
+from sidecar.core.directory import Chunk, HostSegment, SegmentState
 from sidecar.protocol import (
     JobOutcome,
     Lease,
@@ -57,6 +57,8 @@ JobName = tuple[int, int]
 """(session_id, job_id)"""
 LoadName = tuple[int, str, int]
 """(realm_id, engine_id, job_id): what a lease and the load jobs of all ranks share."""
+SegmentName = tuple[int, int, bytes]
+"""(realm_id, rank, key)"""
 
 LOOKUP_SLACK_SECONDS = 0.06
 """A tick, and the message's way."""
@@ -69,6 +71,8 @@ class _Asked:
     job: LoadJob | StoreJob
     there: set[bytes] = field(default_factory=set[bytes])
     """Chunks that had a slot before."""
+    segments: dict[bytes, SegmentName] = field(default_factory=dict[bytes, SegmentName])
+    """What a store fills, by key."""
     ready: set[bytes] = field(default_factory=set[bytes])
     """Those of them that could be loaded by this rank."""
     running: int = 0
@@ -108,6 +112,8 @@ class Conduct:
         """Until when a store that failed too often is left alone."""
         self._tried = {Write: 0.0, Read: 0.0}
         """When a request began that is to find out whether it works again, and is under way."""
+        self._refused: set[SegmentName] = set()
+        """What the policy refused since the last job that stores it."""
         self._stored_before: bool | None = None
         self.written = 0
         """Writes that ended well."""
@@ -161,8 +167,12 @@ class Conduct:
         for job in jobs:
             asked = self._jobs[session_id, job.job_id] = _Asked(job)
             for piece in job.chunks:
-                chunk = realms[session.groups[piece.group].realm_id].chunks.get(piece.key)
-                state = chunk.segments[session.attach.rank].state if chunk else SegmentState.ABSENT
+                realm_id, rank = session.groups[piece.group].realm_id, session.attach.rank
+                chunk = realms[realm_id].chunks.get(piece.key)
+                if isinstance(job, StoreJob):
+                    asked.segments[piece.key] = (realm_id, rank, piece.key)
+                    self._refused.discard(asked.segments[piece.key])
+                state = chunk.segments[rank].state if chunk else SegmentState.ABSENT
                 if state is not SegmentState.ABSENT:
                     asked.there.add(piece.key)
                 if (
@@ -424,6 +434,14 @@ class Conduct:
         if running and max(running.values()) > most:
             raise Violation("queues are bounded", f"jobs: {running} of {most}")
 
+    def refused(self, process: SidecarProcess, segment: HostSegment) -> None:
+        """The policy refuses to store a segment: only `density` does, for a new chunk."""
+        chunk = segment.chunk
+        new = all(one.state is SegmentState.ABSENT for one in chunk.segments)
+        if process.config.host.policy != "density" or not new:
+            raise Violation("only a new chunk is refused", f"{segment}")
+        self._refused.add((chunk.realm.realm_id, segment.rank, chunk.key))
+
     # --- answers -------------------------------------------------------------------------------
 
     def job_answered(self, session_id: int, job: JobOutcome) -> None:
@@ -436,8 +454,10 @@ class Conduct:
         keys = {piece.key for piece in asked.job.chunks}
         done = all(outcome is Outcome.OK for outcome in asked.outcomes) and not asked.lost
         copied = done and asked.copied == keys
-        # A store needs no copy of what was there; but it may be refused all the same.
-        there = isinstance(asked.job, StoreJob) and done and asked.copied | asked.there >= keys
+        # A store needs no copy of what was there, or what the policy refuses.
+        refused = {key for key, name in asked.segments.items() if name in self._refused}
+        there = isinstance(asked.job, StoreJob) and done
+        there = there and asked.copied | asked.there | refused >= keys
         good, missed = job.outcome is Outcome.OK, job.outcome is Outcome.MISSING
         false = (copied and not good) or (good and not (copied or there))
         if false or (missed and asked.ready >= keys):

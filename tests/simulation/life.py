@@ -19,6 +19,7 @@ from unittest import mock
 
 from sidecar.config.model import Config
 from sidecar.core.directory import Cause, Directory, HostSegment
+from tests import places
 from tests.simulation.checks import Checks
 from tests.simulation.clock import START_SECONDS, StepsOver, Violation, World, frozen
 from tests.simulation.content import Model, templates_of, with_window
@@ -38,6 +39,16 @@ SEVERAL_GROUPS = "several groups"
 SEVERAL_GROUPS_RATE = 0.25
 TIGHT_REALMS_RATE = 0.4
 """Share of lives with several models that have room for one of them only."""
+DENSITY_RATE = 0.5
+"""Share of lives with the default policy, which may refuse to store."""
+LEARNS_SOON = {
+    "CHOSEN_FOR": 2,
+    "LEARNED_MIN": 16,
+    "REMEMBERED_MIN": 24,
+    "SAMPLED_MIN": 16,
+    "TRIED_EVERY": 4,
+}
+"""Constants of `density` for lives in which a few hundred chunks are used."""
 WINDOWS = (6, 10, 24)
 """Tokens that a second group reads: less than a chunk of the first one, and more."""
 SALTS = (None, None, None, "team-a", "team-b")
@@ -136,7 +147,7 @@ class Life:
                 "chunk": {"tokens": 16},
                 "host": {
                     "directory": str(self.directory),
-                    "policy": chance.choice(("lru", "fifo")),
+                    "policy": self._policy(chance.choice(("lru", "fifo"))),
                     "prefault": False,
                     "after_stop": chance.choice(("keep", "keep", "remove")),
                 },
@@ -171,6 +182,11 @@ class Life:
         }
         limits = config.limits.model_copy(update=changes)
         return config.model_copy(update={"host": host, "limits": limits})
+
+    def _policy(self, other: str) -> str:
+        """Nothing else that is drawn depends on it."""
+        own = random.Random(f"the policy of {self.world.seed}")
+        return "density" if own.random() < DENSITY_RATE else other
 
     def _realms_max(self) -> int:
         """Nothing else that is drawn depends on it."""
@@ -382,6 +398,8 @@ def simulate(
             assert node.process is not None, "only a sidecar has worker threads"
             await run_hop(world, node.process, work)
 
+        for constant, value in LEARNS_SOON.items():
+            stack.enter_context(places.patched(constant, value))
         stack.enter_context(frozen(world, hop))
         stack.enter_context(real_sockets_replaced())
         life = Life(node, directory, models, without, often)

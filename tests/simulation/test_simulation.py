@@ -50,7 +50,8 @@ SITUATIONS = [
             "quarantined_host", "quarantined_store", "reads_dropped_full",
             "chunks_restored", "slots_restored", "slots_unclaimed_dropped",
             "stores_dropped_draining",
-            "stores_dropped_full", "stores_dropped_quota", "stores_duplicate", "writes_dropped",
+            "stores_dropped_full", "stores_dropped_quota", "stores_duplicate", "stores_refused",
+            "writes_dropped",
         )
     ),
     *(
