@@ -7,9 +7,10 @@ slots that are sent.
 Invariants: only a running write holds its slot; a queued one is dropped, and counted, when its
 chunk leaves the host tier. At most `writes_inflight_max` writes run, and the queue holds at most
 `write_queue_bytes_max` (or one chunk): beyond it the oldest is dropped and counted. A write that
-the store failed is tried `WRITE_TRIES_MAX` times in all, each time behind the others. While
-draining, only what was stored before is queued: a write that starts then may be cut off, and would
-be reported as lost.
+failed is queued again, behind the others. It is given up after `WRITE_FAILURES_MAX` failures, of
+which one counts only if the store took another write since the one before: else it is the store
+that fails, and the breaker paces the tries. While draining, only what was stored before is queued:
+a write that starts then may be cut off, and would be reported as lost.
 """
 
 import sys
@@ -27,7 +28,7 @@ from sidecar.core.store_view import StoreView
 
 K = TypeVar("K")
 
-WRITE_TRIES_MAX: Final = 3
+WRITE_FAILURES_MAX: Final = 3
 
 EXAMINED_PER_EVENT_MAX: Final = 64
 """Chunks that one event examines: each takes a few microseconds of the event loop."""
@@ -47,7 +48,9 @@ class PendingWrite:
     account: _Account
     ranks: list[int]
     num_bytes: int
-    tries: int
+    failures: int
+    taken: int
+    """`Writes._taken` at the last failure, or when it was queued first."""
     cause: WriteCause
     begun: bool = False
     """Some of it is written, so all of it will be."""
@@ -55,7 +58,8 @@ class PendingWrite:
 
 class _Running(NamedTuple):
     segment: HostSegment
-    tries: int
+    failures: int
+    taken: int
     verifies: bool
     cause: WriteCause
 
@@ -89,6 +93,8 @@ class Writes(CorePart):
         self._sampling = Sampling(parts.limits.verify_writes)
         self._running: dict[int, _Running] = {}
         self._last_write_id = 0
+        self._taken = 0
+        """Writes that the store took."""
         self._filled_bytes = 0
         """Bytes that entered the host tier since its cold end was last examined."""
         self._examined: Iterator[Chunk] | None = None
@@ -226,12 +232,12 @@ class Writes(CorePart):
             self._counters.writes_refused_quota += 1
             self._tenants.counters(chunk.tenant).writes_refused += 1
             return
-        self._put(chunk, ranks, cause, tries=0)
+        self._put(chunk, ranks, cause, failures=0)
 
-    def _put(self, chunk: Chunk, ranks: list[int], cause: WriteCause, *, tries: int) -> None:
+    def _put(self, chunk: Chunk, ranks: list[int], cause: WriteCause, *, failures: int) -> None:
         num_bytes = sum(chunk.segments[rank].slot_bytes for rank in ranks)
         account = (chunk.realm.realm_id, chunk.tenant)
-        pending = PendingWrite(account, ranks, num_bytes, tries, cause)
+        pending = PendingWrite(account, ranks, num_bytes, failures, self._taken, cause)
         self.pending[chunk] = pending
         self.pending_bytes += num_bytes
         self.pending_ranks += len(ranks)
@@ -315,7 +321,7 @@ class Writes(CorePart):
         self._last_write_id += 1
         verifies = self._sampling.selects(segment)
         self._running[self._last_write_id] = _Running(
-            segment, pending.tries + 1, verifies, pending.cause
+            segment, pending.failures, pending.taken, verifies, pending.cause
         )
         chunk = segment.chunk
         self._emit(
@@ -342,13 +348,14 @@ class Writes(CorePart):
 
     def ended(self, event: Written, now: float) -> None:
         """A write ended: the slot is not read any more."""
-        segment, tries, verifies, cause = self._running.pop(event.write_id)
+        segment, failures, taken, verifies, cause = self._running.pop(event.write_id)
         self._settle(segment)
         segment.writing = False
         chunk = segment.chunk
         self._host.release(segment)
         if event.outcome is StoreOutcome.OK:
             self.breaker.succeeded()
+            self._taken += 1
             segment.verified |= verifies
             self._counters.writes_unverified += not verifies
             self._store.written(segment, event)
@@ -362,12 +369,14 @@ class Writes(CorePart):
             expired = event.outcome is StoreOutcome.EXPIRED
             self._counters.writes_expired += expired
             self._counters.writes_failed += not expired
-            if tries < WRITE_TRIES_MAX and chunk.loadable:
+            failures += self._taken > taken
+            if failures < WRITE_FAILURES_MAX and chunk.loadable:
                 ranks = [segment.rank]
                 if chunk in self.pending:
                     pending = self._take_out(chunk)
-                    ranks, tries = [*pending.ranks, segment.rank], max(pending.tries, tries)
-                self._put(chunk, ranks, cause, tries=tries)
+                    ranks = [*pending.ranks, segment.rank]
+                    failures = max(pending.failures, failures)
+                self._put(chunk, ranks, cause, failures=failures)
 
 
 def _add(sums: dict[K, tuple[int, int]], of: K, num_bytes: int, objects: int) -> None:

@@ -16,7 +16,7 @@ from sidecar.core.commands import (
 )
 from sidecar.core.outbox import WritePolicy
 from sidecar.core.tenants import Quota, TenantRules, Tenants
-from sidecar.core.writes import WRITE_TRIES_MAX
+from sidecar.core.writes import WRITE_FAILURES_MAX
 from sidecar.protocol import Outcome, Role
 from tests import places
 from tests.sidecar.engine_answers import answer, messages, only
@@ -197,16 +197,41 @@ def test_what_is_written_at_the_end_says_so() -> None:
 
 
 def test_a_failed_write_is_tried_again_behind_the_others() -> None:
-    world, worker, _ = looking(writes_inflight_max=1)
-    world.stored(worker, 1, [1, 2])
+    """It is given up after some failures during which the store took others."""
+    world, worker, _ = looking(slabs=16, writes_inflight_max=1)
+    world.stored(worker, 1, list(range(1, 9)))
     tried: list[bytes] = []
     while world.writes:
         [write] = world.writes.values()
         tried.append(write.key)
-        outcome = StoreOutcome.UNAVAILABLE if write.key == key(1) else StoreOutcome.OK
+        outcome = StoreOutcome.UNAVAILABLE if write.key in (key(1), key(2)) else StoreOutcome.OK
         world.written(write.write_id, outcome)
-    assert tried == [key(1), key(2), *[key(1)] * (WRITE_TRIES_MAX - 1)]
-    assert world.engine.counters.writes_failed == WRITE_TRIES_MAX
+        if tried[-2:] == [key(1), key(2)]:
+            world.stored(worker, 100 + len(tried), [100 + len(tried)])
+    failed = [write for write in tried if write in (key(1), key(2))]
+    # The first of them says nothing: the store took no write before.
+    assert failed == [key(1), key(2)] * (WRITE_FAILURES_MAX + 1)
+    assert tried[:9] == [*map(key, range(1, 9)), key(1)]
+    assert world.engine.counters.writes_failed == len(failed)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_an_outage_loses_no_write(chunks: int) -> None:
+    """However few are queued, and however long it lasts."""
+    world, worker, _ = looking(slabs=16, writes_inflight_max=2, breaker=BreakerRules())
+    world.stored(worker, 1, list(range(1, chunks + 1)))
+    for _ in range(100):
+        while world.writes:
+            world.written(next(iter(world.writes)), StoreOutcome.UNAVAILABLE)
+        world.now += 10.0
+        world.send(Tick())
+    assert world.engine.counters.writes_failed > 30
+    assert world.engine.counters.chunks_written == 0
+    for _ in range(2):
+        world.now += 100.0
+        world.send(Tick())
+        finish(world)
+    assert world.engine.counters.chunks_written == chunks
 
 
 def test_writing_pauses_while_the_store_fails_and_goes_on_by_itself() -> None:
