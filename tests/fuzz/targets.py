@@ -134,6 +134,7 @@ def client_frames(epoch: int = 1) -> list[bytes]:
         Release(epoch, [7], [1]),
         protocol.Use(epoch, [KEY, KEY[::-1]], 128),
         protocol.Use(epoch, [KEY, KEY[::-1]], 128, [0, 1]),
+        protocol.Use(epoch, [KEY, KEY], 128),
     ]
     return [codec.encode(message) for message in messages]
 

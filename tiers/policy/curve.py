@@ -38,7 +38,8 @@ class _Reuses:
         self.total = 0.0
 
     def add(self, since: int) -> None:
-        self.bins[int(BINS_PER_OCTAVE * log2(1 + since))] += 1.0
+        # Below 0 where one use names a key twice.
+        self.bins[int(BINS_PER_OCTAVE * log2(1 + max(0, since)))] += 1.0
 
     def halve(self) -> None:
         self.bins = [each / 2 for each in self.bins]

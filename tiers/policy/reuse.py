@@ -107,7 +107,8 @@ class ReuseSample:
         while len(self._lru) > size:
             self._lru.popitem(last=False)
         self._debt = max(-size, self._debt)
-        if self._debt > size and now >= self._lru_until:
+        # A pause of an empty cache would take no time, and still double the next one.
+        if capacity and self._debt > size and now >= self._lru_until:
             self._lru_until = now + self._pause_spans * capacity
             self._pause_spans *= 2
             self._debt = 0

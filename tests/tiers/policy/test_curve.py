@@ -95,6 +95,16 @@ def test_prompts_that_never_repeat() -> None:
     assert curve.ratios([50, 1000]) == pytest.approx([0.0, 0.0])
 
 
+@pytest.mark.parametrize("uses", [0, 9])
+def test_a_use_that_names_a_key_twice(uses: int) -> None:
+    """No connector sends one, and any client could."""
+    curve = HitCurve(4, KEYS_MAX)
+    curve.use([key(1), key(2), key(1), key(1)], [uses] * 4)
+    found = curve.ratios([1.0, 100.0])
+    assert found is not None
+    assert all(0 <= ratio <= 1 for ratio in found)
+
+
 def test_what_it_remembers_is_bounded() -> None:
     curve = HitCurve(10, 500)
     for number in range(1500):

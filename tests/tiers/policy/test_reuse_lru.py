@@ -45,6 +45,18 @@ def test_lru_is_preferred_when_it_had_more_hits_than_its_size() -> None:
     assert rounds.prefers_lru()
 
 
+def test_an_empty_cache_makes_no_later_pause_longer() -> None:
+    rounds = Rounds()
+    for now in range(100):
+        rounds.sample.use(sampled_key("shared"), 0, now, cached=False)
+        rounds.sample.trim(now, 0)
+    rounds.now = 100
+    while not rounds.prefers_lru():
+        rounds.use(1, cached=False)
+    rounds.now += PAUSE_SPANS * CAPACITY
+    assert not rounds.prefers_lru()
+
+
 def test_lru_is_not_preferred_where_it_has_no_more_hits() -> None:
     rounds = Rounds()
     for _ in range(100):
