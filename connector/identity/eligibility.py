@@ -38,9 +38,12 @@ def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str:
 
     if not (current_platform.is_cpu() or current_platform.is_cuda()):
         return f"platform {current_platform.device_type!r} is not supported by this release"
-    if vllm_config.model_config.enable_sleep_mode and not SINCE_VLLM_0_33:
-        # What the sidecar mapped would no longer be the cache once the engine has slept.
-        return "enable_sleep_mode needs vLLM 0.33 or later, which notifies connectors before sleep"
+    if not SINCE_VLLM_0_33:
+        # What the sidecar mapped would no longer be the cache once the engine has slept. vLLM lets
+        # an engine sleep with the allocator alone.
+        for setting in ("enable_sleep_mode", "enable_cumem_allocator"):
+            if getattr(vllm_config.model_config, setting, False):
+                return f"{setting} needs vLLM 0.33 or later, which notifies connectors before sleep"
     groups = kv_cache_config.kv_cache_groups
     specs = (spec for group in groups for spec in iter_layer_specs(group.kv_cache_spec))
     return (
@@ -162,6 +165,7 @@ def prefix_unsupported_reason(vllm_config: Any, specs: Iterable[Any]) -> str:
     vLLM turns its own prefix caching off then, but still offers requests to a connector.
     """
     # Not at import: vLLM imports this module in its front end, which must not pick a platform.
+    from vllm import envs
     from vllm.platforms import CpuArchEnum, current_platform
 
     specs = list(specs)
@@ -195,6 +199,8 @@ def prefix_unsupported_reason(vllm_config: Any, specs: Iterable[Any]) -> str:
         )
     if model.is_diffusion:
         return "it is a diffusion model, which may emit tokens before their KV is final"
+    if getattr(envs, "VLLM_MOE_ROUTING_SIMULATION_STRATEGY", ""):
+        return "VLLM_MOE_ROUTING_SIMULATION_STRATEGY sends each token to experts by chance"
     return _batch_invariance_unsupported_reason(vllm_config)
 
 
@@ -219,6 +225,12 @@ def _batch_invariance_unsupported_reason(vllm_config: Any) -> str:
 def media_unsupported_reason(vllm_config: Any) -> str:
     """Why requests with images, audio or video cannot be cached, or nothing."""
     media = vllm_config.model_config.multimodal_config
+    transfer = getattr(vllm_config, "ec_transfer_config", None)
+    if media is not None and transfer is not None and transfer.is_ec_consumer:
+        # It names them by the model's name and the item, whatever weights and settings they had.
+        return (
+            "ec_transfer_config takes their embeddings from a process that may have other weights"
+        )
     if (
         media is None
         or media.mm_processor_cache_gb > 0

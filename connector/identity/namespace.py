@@ -41,6 +41,8 @@ ADAPTER_SETTINGS: Final = (
     "enable_mixed_moe_lora_format",
     "enable_tower_connector_lora",
 )
+LLAMA4_TUNED_FROM: Final = 32_768
+"""Beyond this `max_model_len` Llama 4 scales its queries, unless told otherwise."""
 _CUDA_BACKENDS_BY_TOKEN: Final = {
     *("auto", "FLASH_ATTN", "FLASHINFER", "FLEX_ATTENTION", "TRITON_ATTN"),
     *("CUTLASS_MLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "FLASHMLA", "TRITON_MLA"),
@@ -244,6 +246,8 @@ def engine_settings(vllm_config: Any) -> dict[str, Any]:
         description["dtype"] = str(model.dtype).removeprefix("torch.")
     if cache.kv_cache_dtype_skip_layers:
         description["unquantized_layers"] = sorted(cache.kv_cache_dtype_skip_layers)
+    if model.architecture.startswith("Llama4"):
+        description["attn_temperature_tuning"] = _tunes_temperature(model)
     if (long := long_rope(model)) is not None:
         description["long_rope"] = long
     if vllm_config.lora_config is not None and vllm_config.lora_config.lora_dtype != model.dtype:
@@ -302,6 +306,19 @@ def long_rope(model: Any) -> bool | None:
         if isinstance(one, dict) and one.get("rope_type") == "longrope":
             return int(model.max_model_len) > int(one["original_max_position_embeddings"])
     return None
+
+
+def _tunes_temperature(model: Any) -> bool:
+    """Whether Llama 4 scales queries by position, by the length its layers were made for.
+
+    As `Llama4ForCausalLM` of vLLM decides it: what a generation configuration says goes first.
+    """
+    given = model.try_get_generation_config() | (model.override_generation_config or {})
+    length = model.max_model_len
+    if model.original_max_model_len == -1:
+        # vLLM fits it to the memory later.
+        length = model.get_and_verify_max_len(-1)
+    return bool(given.get("attn_temperature_tuning", length > LLAMA4_TUNED_FROM))
 
 
 def overrides_of(model: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config.ec_transfer import ECTransferConfig
 from vllm.config.pooler import PoolerConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.platforms import CpuArchEnum
@@ -33,6 +34,7 @@ from connector.export import ExportedMemory, ExportRefused
 from connector.identity.eligibility import (
     SINCE_VLLM_0_33,
     host_tier_chunks_unsupported_reason,
+    media_unsupported_reason,
     nodes_unsupported_reason,
     prefix_unsupported_reason,
 )
@@ -144,11 +146,12 @@ class TestRefused:
 
     @pytest.mark.promise("refuse-sleep")
     @pytest.mark.skipif(SINCE_VLLM_0_33, reason="before vLLM 0.33")
-    def test_sleep_mode(self, model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    @pytest.mark.parametrize("setting", ["enable_sleep_mode", "enable_cumem_allocator"])
+    def test_sleep_mode(self, model: Path, caplog: pytest.LogCaptureFixture, setting: str) -> None:
         def change(config: Any, _: Any) -> None:
-            config.model_config.enable_sleep_mode = True
+            setattr(config.model_config, setting, True)
 
-        assert "enable_sleep_mode" in reason_of(model, change, caplog)
+        assert setting in reason_of(model, change, caplog)
 
 
 class TestPrefixes:
@@ -230,6 +233,23 @@ class TestPrefixes:
         assert not prefix_unsupported_reason(config, [spec_of()])
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
         assert ("VLLM_BATCH_INVARIANT" in prefix_unsupported_reason(config, [spec_of()])) != cached
+
+    def test_simulated_routing(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The same tokens meet other experts each time."""
+        name = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
+        config = vllm_config(model)
+        assert not prefix_unsupported_reason(config, [spec_of()])
+        monkeypatch.setenv(name, "uniform_random")
+        assert name in prefix_unsupported_reason(config, [spec_of()])
+
+    def test_media_that_another_process_encodes(self, model: Path) -> None:
+        config = vllm_config(model, media_cache_gb=1.0)
+        assert not media_unsupported_reason(config)
+        for role in ("ec_producer", "ec_consumer"):
+            transfer = ECTransferConfig(ec_connector="ECExampleConnector", ec_role=role)
+            config.ec_transfer_config = transfer
+            told = media_unsupported_reason(config)
+            assert ("ec_transfer_config" in told) == (role == "ec_consumer")
 
 
 class TestRefusedByRanks:

@@ -171,6 +171,23 @@ class TestNamespace:
         assert namespace(tmp_path, max_model_len=131072) == namespace(tmp_path)
 
     @pytest.mark.promise("engine-settings")
+    def test_llama_4_scales_queries_by_the_longest_context(self, tmp_path: Path) -> None:
+        """From some position on, unless a generation configuration says otherwise."""
+        write_weights(tmp_path)
+
+        def of(max_model_len: int, model: str = "Llama4ForCausalLM", **changes: Any) -> bytes:
+            changes |= {"max_model_len": max_model_len, "architecture": model}
+            return namespace(tmp_path, **changes)
+
+        assert of(4096) == of(32768) != of(32769) == of(131072)
+        assert of(4096, generation={"attn_temperature_tuning": True}) == of(131072)
+        assert of(131072, generation={"attn_temperature_tuning": False}) == of(4096)
+        # Fitted to the memory after the layers were made.
+        assert of(4096, asked=-1) == of(131072)
+        other = "Llama3ForCausalLM"
+        assert of(4096, other) == of(131072, other)
+
+    @pytest.mark.promise("engine-settings")
     def test_an_override_function_is_the_configuration_it_makes(self, tmp_path: Path) -> None:
         """Its name may mean another one tomorrow, and its address differs between processes."""
         write_weights(tmp_path)

@@ -60,7 +60,7 @@ def share(address: int, num_bytes: int) -> SharedAllocation:
             f"the KV cache of {num_bytes} bytes lies in several allocations of which the first has "
             f"{size_bytes} bytes, as expandable segments make them ({_expandable_by()}): take "
             "expandable_segments out of the engine's environment, or let vLLM allocate the cache "
-            "in one piece (--enable-cumem-allocator)"
+            "in one piece (--enable-cumem-allocator, with vLLM 0.33 or later)"
         )
     uuid = cuda.uuid(ordinal)
     try:
