@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sidecar.cli.run import has_joined, is_locked, listener
+from sidecar.cli.console import CommandError, NotStarted
+from sidecar.cli.run import SupervisedSidecar, has_joined, is_locked, listener
+from sidecar.config.model import load
 from sidecar.exits import Exit
 from tests import places
 
@@ -196,3 +198,20 @@ def test_an_engine_starts_without_a_sidecar_only_with_optional(node: Node) -> No
     node.host.mkdir()
     wait_for(lambda: node.serving, allowed.log)
     assert allowed.end() == 0
+
+
+@pytest.mark.parametrize(
+    ("ends", "error"),
+    [
+        ("os.kill(os.getpid(), 9)", NotStarted),
+        ("os._exit(70)", NotStarted),
+        ("os._exit(2)", CommandError),
+    ],
+)
+def test_a_sidecar_that_ends_while_it_starts(node: Node, ends: str, error: type[Exception]) -> None:
+    """Only what is wrong in the configuration stays wrong."""
+    sidecar = SupervisedSidecar(load(node.config), [sys.executable, "-c", f"import os; {ends}"])
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(CommandError, match="ended with code") as raised:
+        sidecar.start(ours)
+    assert type(raised.value) is error

@@ -270,7 +270,8 @@ class SupervisedSidecar:
                     code = process.wait()
                     if code == Exit.START and is_locked(self._home) and left > JOIN_SECONDS:
                         return False
-                    kind = NotStarted if code == Exit.START else CommandError
+                    # Another code, such as that of a signal, may be another one next time.
+                    kind = CommandError if code == Exit.USAGE else NotStarted
                     raise kind(f"the sidecar ended with code {code}; see its lines above")
 
     def _spawn(self, ready_fd: int | None) -> subprocess.Popen[bytes]:
