@@ -4,6 +4,7 @@ Each role decides for itself, from vLLM's configuration alone. vLLM shows a work
 only the worker finds a reason, it reports that with its first step.
 """
 
+import os
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from math import lcm
@@ -165,7 +166,6 @@ def prefix_unsupported_reason(vllm_config: Any, specs: Iterable[Any]) -> str:
     vLLM turns its own prefix caching off then, but still offers requests to a connector.
     """
     # Not at import: vLLM imports this module in its front end, which must not pick a platform.
-    from vllm import envs
     from vllm.platforms import CpuArchEnum, current_platform
 
     specs = list(specs)
@@ -199,7 +199,7 @@ def prefix_unsupported_reason(vllm_config: Any, specs: Iterable[Any]) -> str:
         )
     if model.is_diffusion:
         return "it is a diffusion model, which may emit tokens before their KV is final"
-    if getattr(envs, "VLLM_MOE_ROUTING_SIMULATION_STRATEGY", ""):
+    if os.environ.get("VLLM_MOE_ROUTING_SIMULATION_STRATEGY"):
         return "VLLM_MOE_ROUTING_SIMULATION_STRATEGY sends each token to experts by chance"
     return _batch_invariance_unsupported_reason(vllm_config)
 
