@@ -43,7 +43,7 @@ def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str:
         # What the sidecar mapped would no longer be the cache once the engine has slept. vLLM lets
         # an engine sleep with the allocator alone.
         for setting in ("enable_sleep_mode", "enable_cumem_allocator"):
-            if getattr(vllm_config.model_config, setting, False):
+            if vars(vllm_config.model_config).get(setting):
                 return f"{setting} needs vLLM 0.33 or later, which notifies connectors before sleep"
     groups = kv_cache_config.kv_cache_groups
     specs = (spec for group in groups for spec in iter_layer_specs(group.kv_cache_spec))
@@ -225,8 +225,11 @@ def _batch_invariance_unsupported_reason(vllm_config: Any) -> str:
 def media_unsupported_reason(vllm_config: Any) -> str:
     """Why requests with images, audio or video cannot be cached, or nothing."""
     media = vllm_config.model_config.multimodal_config
-    transfer = getattr(vllm_config, "ec_transfer_config", None)
-    if media is not None and transfer is not None and transfer.is_ec_consumer:
+    if (
+        media is not None
+        and (transfer := vllm_config.ec_transfer_config) is not None
+        and transfer.is_ec_consumer
+    ):
         # It names them by the model's name and the item, whatever weights and settings they had.
         return (
             "ec_transfer_config takes their embeddings from a process that may have other weights"
