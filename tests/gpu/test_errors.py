@@ -12,7 +12,7 @@ from tests.gpu.double.control import Double, uuid_of
 from tests.gpu.layouts import layout_in
 from tests.gpu.test_device import OWNER, READER
 from tests.gpu.test_sidecar import SETUP
-from tiers.cuda.errors import CudaFailed, failure
+from tiers.cuda.errors import CudaFailed, DeviceLost, failure
 
 pytest.importorskip("cuda.bindings.driver")
 
@@ -119,3 +119,12 @@ def test_every_code_of_the_driver_is_an_error_that_says_call_code_and_remedy() -
         assert "cuMemMap" in str(error)
         assert f"({int(code)})" in str(error)
         assert error.remedy in str(error)
+
+
+def test_every_code_after_which_a_process_must_be_relaunched_is_a_lost_device() -> None:
+    from cuda.bindings import driver
+
+    final = [code for code in driver.CUresult if "relaunched" in (code.__doc__ or "")]
+    assert len(final) > 10
+    for code in final:
+        assert isinstance(failure("cuEventQuery", int(code), code.name), DeviceLost), code

@@ -80,7 +80,9 @@ class Driver:
         """
         found = self._entries.get(name)
         if found is None:
-            address, _ = self.call("cuGetProcAddress", name.encode(), API_VERSION, 0)
+            # An older driver answers INVALID_VALUE for a version above its own.
+            version = min(API_VERSION, int(self.call("cuDriverGetVersion")))
+            address, _ = self.call("cuGetProcAddress", name.encode(), version, 0)
             if not int(address):
                 raise NotSupportedHere(name, 500, "CUDA_ERROR_NOT_FOUND")
             found = ctypes.CFUNCTYPE(ctypes.c_int, *_ENTRIES[name])(int(address))

@@ -41,11 +41,14 @@ class DriverMissing(CudaFailed):
 
 
 class DeviceMissing(CudaFailed):
-    """The requested device is not visible in this process."""
+    """The requested device is not visible in this process, or takes no other process."""
 
     # DEVICE_UNAVAILABLE, INVALID_DEVICE.
     codes = (46, 101)
-    remedy = "let the sidecar see every GPU of its engines (CUDA_VISIBLE_DEVICES, --gpus)"
+    remedy = (
+        "let the sidecar see every GPU of its engines (CUDA_VISIBLE_DEVICES, --gpus), in compute "
+        "mode Default (nvidia-smi -c DEFAULT): in another mode only the engine can use it"
+    )
 
 
 class DeviceMemoryFull(CudaFailed):
@@ -94,10 +97,13 @@ class DeviceLost(CudaFailed):
     """The context is broken for good: this process can run nothing on the device any more."""
 
     # NOT_INITIALIZED (after a fork), DEINITIALIZED (the process is ending), ECC_UNCORRECTABLE,
-    # NVLINK_UNCORRECTABLE, ILLEGAL_ADDRESS, LAUNCH_TIMEOUT, CONTEXT_IS_DESTROYED, ASSERT,
-    # HARDWARE_STACK_ERROR, ILLEGAL_INSTRUCTION, MISALIGNED_ADDRESS, INVALID_ADDRESS_SPACE,
-    # INVALID_PC, LAUNCH_FAILED, UNKNOWN.
-    codes = (3, 4, 214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999)
+    # NVLINK_UNCORRECTABLE, CONTAINED, ILLEGAL_ADDRESS, LAUNCH_TIMEOUT, CONTEXT_IS_DESTROYED,
+    # ASSERT, HARDWARE_STACK_ERROR, ILLEGAL_INSTRUCTION, MISALIGNED_ADDRESS,
+    # INVALID_ADDRESS_SPACE, INVALID_PC, LAUNCH_FAILED, TENSOR_MEMORY_LEAK,
+    # MPS_CLIENT_TERMINATED, EXTERNAL_DEVICE, UNKNOWN.
+    codes = (
+        3, 4, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911, 999,
+    )  # fmt: skip
     remedy = "restart the sidecar; if it comes back, check the GPU (nvidia-smi -q, Xid in dmesg)"
 
 

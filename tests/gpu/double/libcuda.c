@@ -1082,11 +1082,11 @@ CUresult cuGetProcAddress_v2(const char *symbol, void **entry, int version, uint
     char versioned[128];
     int have = started_pid ? (int)control->driver_version : 99000;
     *entry = NULL;
+    if (version > have) return INVALID_VALUE;
     if (!strcmp(symbol, "cuMemcpyBatchAsync")) {
-        int wanted = version < have ? version : have;
-        if (wanted < 12080) {
+        if (version < 12080) {
             if (status) *status = 2;
-            return NOT_FOUND;
+            return SUCCESS;
         }
         name = version >= 13000 ? "cuMemcpyBatchAsync_v2" : symbol;
     }
@@ -1102,7 +1102,7 @@ CUresult cuGetProcAddress_v2(const char *symbol, void **entry, int version, uint
     }
     if (!*entry) *entry = dlsym(self, name);
     if (status) *status = *entry ? 0 : 1;
-    return *entry ? SUCCESS : NOT_FOUND;
+    return SUCCESS;
 }
 CUresult cuGetProcAddress(const char *symbol, void **entry, int version, uint64_t flags) {
     return cuGetProcAddress_v2(symbol, entry, version, flags, NULL);
