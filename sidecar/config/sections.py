@@ -118,11 +118,6 @@ class RuntimeSettings(Section):
         """Unix socket on which engines attach."""
         return self.home / "attach.sock"
 
-    @property
-    def engine_events(self) -> tuple[str, str]:
-        """Where an engine that `kvlake run` starts publishes its own events, and replays them."""
-        return f"ipc://{self.home / 'engine.sock'}", f"ipc://{self.home / 'again.sock'}"
-
 
 class ChunkSettings(Section):
     """The unit that is stored, looked up and evicted."""

@@ -19,6 +19,7 @@ from sidecar.app import ANNOUNCE_SECONDS_MAX, HANGING_SECONDS_MAX, STORE_CLOSE_S
 from sidecar.cli.console import CommandError
 from sidecar.cli.run import DRAIN_GRACE_SECONDS, run, serve_command
 from sidecar.cli.run.engine_command import (
+    event_sockets,
     misfit,
     shown,
     transfer_config,
@@ -71,13 +72,22 @@ def test_vllm_is_found_however_it_is_started(config: Config, command: list[str])
 
 def test_the_engines_own_events_are_enabled_if_events_are(config: Config) -> None:
     command = ["vllm", "serve", "M"]
-    assert with_events(command, config) == command
+    sockets = event_sockets(config.runtime.home)
+    assert with_events(command, config, sockets) == command
     joining = config.model_copy(update={"events": EventsSettings(enabled=True)})
-    *rest, option, value = with_events(command, joining)
+    *rest, option, value = with_events(command, joining, sockets)
     assert (rest, option) == (command, "--kv-events-config")
     wanted = json.loads(value)
-    assert wanted["endpoint"] == f"ipc://{config.runtime.home}/engine.sock"
+    assert [wanted["endpoint"], wanted["replay_endpoint"]] == [f"ipc://{one}" for one in sockets]
     assert KVEventsConfig(**wanted).publisher == "zmq"
+
+
+def test_engines_that_share_a_sidecar_have_sockets_of_their_own_for_events(config: Config) -> None:
+    runtime = config.runtime
+    paths = [path for _ in range(2) for path in event_sockets(runtime.home)]
+    assert len(set(paths)) == 4
+    assert {path.parent for path in paths} == {runtime.home}
+    assert max(len(path.name) for path in paths) <= len(runtime.attach_path.name)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +95,8 @@ def test_the_engines_own_events_are_enabled_if_events_are(config: Config) -> Non
 )
 def test_the_users_own_event_options_are_kept(config: Config, own: list[str]) -> None:
     joining = config.model_copy(update={"events": EventsSettings(enabled=True)})
-    assert with_events(["vllm", "serve", *own], joining) == ["vllm", "serve", *own]
+    sockets = event_sockets(config.runtime.home)
+    assert with_events(["vllm", "serve", *own], joining, sockets) == ["vllm", "serve", *own]
 
 
 def test_chunk_tokens_are_passed_if_the_file_has_them() -> None:

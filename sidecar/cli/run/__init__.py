@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Final
 
 from sidecar.cli.console import CommandError, NotStarted, Options, complain, load_config
-from sidecar.cli.run.engine_command import check_command, shown, with_events
+from sidecar.cli.run.engine_command import check_command, event_sockets, shown, with_events
 from sidecar.config.model import Config
 from sidecar.exits import STOP_SIGNALS, Exit
 from sidecar.protocol.peer import Peer, is_trusted, peer_of
@@ -84,7 +84,8 @@ def run(
     for folder in (home.parent, home):
         with contextlib.suppress(FileNotFoundError):
             _require_trusted(folder, folder.lstat().st_uid)
-    engine_command = with_events(check_command(command, config), config)
+    sockets = event_sockets(home)
+    engine_command = with_events(check_command(command, config), config, sockets)
     sidecar = SupervisedSidecar(config, serve)
     notifier = Notifier()
     with signals() as wakeup:
@@ -103,6 +104,10 @@ def run(
         except Interrupted as interrupted:
             return 128 + interrupted.number
         finally:
+            for path in sockets:
+                # An engine that was killed leaves them.
+                with contextlib.suppress(OSError):
+                    path.unlink()
             notifier.stopping("the sidecar drains")
             notifier.extend(config.limits.drain_seconds_max + DRAIN_GRACE_SECONDS)
             sidecar.stop(wakeup)

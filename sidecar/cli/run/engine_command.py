@@ -7,6 +7,7 @@ without the cache (`connector/identity/eligibility.py`). Starts nothing.
 
 import json
 import re
+import secrets
 import shlex
 import shutil
 from collections.abc import Sequence
@@ -147,11 +148,19 @@ def _merged(given: str, wanted: dict[str, Any], example: str, option: str) -> di
     return wanted | options | {"kv_connector_extra_config": merged}
 
 
-def with_events(command: Sequence[str], config: Config) -> list[str]:
+def event_sockets(home: Path) -> tuple[Path, Path]:
+    """Where this engine publishes its own events, and replays them: nobody else has these paths."""
+    # Not by process id: in containers that share the directory, engines may have the same. No name
+    # is longer than attach.sock, whose length the configuration checks.
+    mark = secrets.token_hex(3)
+    return home / f"pub-{mark}", home / f"rep-{mark}"
+
+
+def with_events(command: Sequence[str], config: Config, sockets: tuple[Path, Path]) -> list[str]:
     """The engine's command with its own KV events on, for the sidecar to follow (`events`).
 
-    The command is unchanged if it has options for events, or starts several engines by data
-    parallelism, whose publishers vLLM cannot tell apart over `ipc`.
+    `sockets` are its `event_sockets`. The command is unchanged if it has options for events, or
+    starts several engines by data parallelism, whose publishers vLLM cannot tell apart over `ipc`.
     """
     given = [word.partition("=")[0].replace("_", "-") for word in command]
     if not config.events.enabled or any(word.startswith(EVENTS_OPTION) for word in given):
@@ -161,7 +170,7 @@ def with_events(command: Sequence[str], config: Config) -> list[str]:
             f"data parallelism: give {EVENTS_OPTION} with tcp endpoints to have its events joined"
         )
         return list(command)
-    endpoint, replay_endpoint = config.runtime.engine_events
+    endpoint, replay_endpoint = (f"ipc://{path}" for path in sockets)
     wanted = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
