@@ -15,10 +15,11 @@ is.
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
@@ -40,6 +41,10 @@ ADAPTER_SETTINGS: Final = (
     "enable_moe_shared_loras",
     "enable_mixed_moe_lora_format",
     "enable_tower_connector_lora",
+)
+_QUANTIZATION_VARIABLES: Final = (
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
 )
 LLAMA4_TUNED_FROM: Final = 32_768
 """Beyond this `max_model_len` Llama 4 scales its queries, unless told otherwise."""
@@ -240,6 +245,8 @@ def engine_settings(vllm_config: Any) -> dict[str, Any]:
     if model.architecture not in model.architectures:
         # For example Transformers' own classes in place of vLLM's.
         description["architecture"] = str(model.architecture)
+    if files := _quantization_files(model):
+        description["quantization_files"] = files
     cache = vllm_config.cache_config
     if cache.cache_dtype != "auto":
         # With "auto" it is the dtype of the cache.
@@ -268,6 +275,27 @@ def engine_settings(vllm_config: Any) -> dict[str, Any]:
     if model.multimodal_config and (media := media_settings(model.multimodal_config)):
         description["media"] = media
     return description
+
+
+def _quantization_files(model: Any) -> dict[str, str]:
+    """Digests of quantization settings that are neither in the model nor in its options."""
+    given = {name: os.environ.get(name, "") for name in _QUANTIZATION_VARIABLES}
+    if isinstance(model.hf_overrides, dict):
+        overrides = cast("dict[str, Any]", model.hf_overrides)
+        given["torchao"] = str(overrides.get("quantization_config_file") or "")
+    return {
+        name: hashlib.sha256(_content_or_text(text)).hexdigest()
+        for name, text in given.items()
+        if text
+    }
+
+
+def _content_or_text(text: str) -> bytes:
+    """What the file of this path holds, or the text itself if it is none: JSON, as vLLM takes."""
+    try:
+        return Path(text).read_bytes()
+    except OSError:
+        return text.encode()
 
 
 def adapter_settings(vllm_config: Any) -> dict[str, Any]:

@@ -30,11 +30,17 @@ _FILES_MAX: Final = 4096
 _DEPTH_MAX: Final = 4
 _WEIGHTS: Final = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth", "*.tensors")
 _USUAL_FORMATS: Final = (
-    *("auto", "hf", "dummy", "mistral", "bitsandbytes", "gguf", "safetensors", "fastsafetensors"),
+    *("auto", "hf", "dummy", "bitsandbytes", "gguf", "safetensors", "fastsafetensors"),
     *("instanttensor", "runai_streamer", "runai_streamer_sharded", "sharded_state"),
 )
 """Values of `--load-format` with which vLLM takes safetensors if there are any."""
-_FORMATS: Final = {"pt": ("*.pt",), "npcache": ("*.bin",), "tensorizer": ("*.tensors",)}
+_CONSOLIDATED: Final = "consolidated*.safetensors"
+_FORMATS: Final = {
+    "pt": ("*.pt",),
+    "npcache": ("*.bin",),
+    "tensorizer": ("*.tensors",),
+    "mistral": (_CONSOLIDATED,),
+}
 """The files that other formats read. With a format that is not here, all weights count."""
 _SERVED_FORMATS: Final = ("ipc_cache", "modelexpress")
 """With these, another process has the weights, and they need not be those of the files."""
@@ -151,6 +157,9 @@ def model_identity(
         return others | {"name": streamed_from, "revision": named, "config": beside}
     kind = "sampled" if sampled else "digest"
     if path.is_dir():
+        if load_format == "auto" and _matching(path, _CONSOLIDATED):
+            # So vLLM chooses. Other formats read the files beside these.
+            load_format = others["load_format"] = "mistral"
         if not dummy and not _weights_in(path, load_format):
             known = ", ".join(_FORMATS.get(load_format, _WEIGHTS))
             raise WeightsUnknown(f"there are no weights in {model} that kvlake knows ({known})")

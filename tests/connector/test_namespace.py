@@ -96,6 +96,30 @@ class TestNamespace:
         write_weights(tmp_path)
         assert namespace(tmp_path, **changes) != namespace(tmp_path)
 
+    @pytest.mark.promise("engine-settings")
+    def test_settings_of_a_quantization_in_a_file(self, tmp_path: Path) -> None:
+        model, file = write_weights(tmp_path / "model"), tmp_path / "torchao.json"
+        given: Any = {"hf_overrides": {"quantization_config_file": str(file)}}
+        file.write_text('{"bits": 8}')
+        before = namespace(model, **given)
+        file.write_text('{"bits": 4}')
+        assert namespace(model, **given) != before
+
+    @pytest.mark.promise("engine-settings")
+    @pytest.mark.parametrize("kind", ["ONLINE", "INPUT"])
+    def test_settings_of_a_quantization_in_a_variable(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    ) -> None:
+        model, file = write_weights(tmp_path / "model"), tmp_path / "humming.json"
+        found = [namespace(model)]
+        file.write_text('{"dtype": "int8"}')
+        for value in ('{"dtype": "int4"}', str(file)):
+            monkeypatch.setenv(f"VLLM_HUMMING_{kind}_QUANT_CONFIG", value)
+            found.append(namespace(model))
+        file.write_text('{"dtype": "int6"}')
+        found.append(namespace(model))
+        assert len(set(found)) == 4
+
     def test_tensorizer_weights_in_another_place(self, tmp_path: Path) -> None:
         write_weights(tmp_path)
         (tmp_path / "model.tensors").write_bytes(b"a" * 5000)

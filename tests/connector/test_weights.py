@@ -146,7 +146,23 @@ class TestFolders:
         path.write_bytes(b"b" * 5000)
         assert identity_of(str(tmp_path), None, None, load_format=load_format) != before
         assert identity_of(str(tmp_path), None, None) == safetensors
-        assert identity_of(str(tmp_path), None, None, load_format="mistral") == safetensors
+
+    @pytest.mark.promise("weights")
+    def test_consolidated_weights_are_told_from_those_beside_them(self, tmp_path: Path) -> None:
+        """vLLM takes them with `mistral`, and with `auto` if there are any; else the others."""
+
+        def of(load_format: str) -> dict[str, str]:
+            return identity_of(str(tmp_path), None, None, load_format=load_format)
+
+        write_weights(tmp_path)
+        assert of("auto") == of("safetensors")
+        (tmp_path / "consolidated.safetensors").write_bytes(b"a" * 5000)
+        consolidated = of("auto")
+        assert of("mistral") == consolidated != of("safetensors")
+        write_weights(tmp_path, fill=2)
+        assert of("mistral") == of("auto") == consolidated
+        (tmp_path / "consolidated.safetensors").write_bytes(b"b" * 5000)
+        assert of("mistral") == of("auto") != consolidated
 
     def test_arrays_of_npcache_count_instead_of_weights(self, tmp_path: Path) -> None:
         def of() -> dict[str, str]:
