@@ -464,10 +464,12 @@ class HostTier:
 
     def _replay_use(self, realm: Realm, rank: int, restored: RestoredSlot) -> None:
         chunk = realm.chunks.get(restored.key)
-        if chunk is not None:
+        if chunk is not None and chunk.hosted == 1:
+            # The slots of further ranks tell of the same use.
             segment = chunk.segments[rank]
             if segment.slot == restored.slot and segment.state is SegmentState.HOST:
                 self.orders.replay_use(chunk)
+                chunk.uses = restored.uses
 
     def _adopt(self, realm: Realm, rank: int, restored: RestoredSlot) -> None:
         chunk = self._directory.open_chunk(realm, restored.key, restored.tenant)
@@ -487,7 +489,9 @@ class HostTier:
         self._retain(chunk, restored.retention)
         self._tenants.charge(chunk.tenant, segment.slot_bytes)
         segment.slot = restored.slot
-        chunk.uses = restored.uses
+        if not chunk.hosted:
+            # Without the last use, which is replayed.
+            chunk.uses = max(0, restored.uses - (restored.used > restored.sealed))
         self._publish(segment, Cause.RESTORED, restored.num_blocks, restored.parent)
         if chunk.loadable:
             self._counters.chunks_restored += 1

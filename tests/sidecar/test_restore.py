@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -27,6 +29,7 @@ from tests.sidecar.restoring import holding, load, numbers
 from tests.sidecar.strict_pool import SlabSlots, StrictLRU
 from tests.sidecar.worlds import limits, no_writes
 from tiers.policy import POLICIES
+from tiers.policy.key import CacheKey
 
 TENANT = b"a tenant"
 
@@ -130,6 +133,38 @@ def test_order_of_eviction_survives(policy: str, order: list[int]) -> None:
         worker = world.open(Role.WORKER)
     world.stored(worker, 20, [99])
     assert numbers(list(world.policy.victims())) == [*expected[1:], 99]
+
+
+def test_each_use_counts_once_after_a_restart_whatever_the_number_of_ranks() -> None:
+    class Counting(StrictLRU):
+        """Counts the uses of each key, as a policy does that learns from them."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.uses = Counter[int]()
+
+        def add(self, key: CacheKey, parent: CacheKey | None, uses: int = 0) -> None:
+            super().add(key, parent, uses)
+            self.uses[numbers([key])[0]] += uses
+
+        def use(self, keys: Sequence[CacheKey], num_tokens: int) -> None:
+            super().use(keys, num_tokens)
+            self.uses.update(numbers(list(keys)))
+
+    world = no_writes()
+    for rank in (0, 1):
+        world.stored(world.open(Role.WORKER, rank=rank, world_size=2), 1, [1, 2, 3])
+    scheduler = world.open(Role.SCHEDULER, world_size=2)
+    for used in ([1, 2], [1]):
+        world.use(scheduler, used)
+    for _ in range(3):
+        policy = Counting()
+        world.restart(policy)
+        for rank in (1, 0):
+            world.open(Role.WORKER, rank=rank, world_size=2)
+        assert policy.uses == {1: 2, 2: 1, 3: 0}
+        [realm] = world.engine.directory.realms.values()
+        assert [realm.chunks[key(number)].uses for number in (1, 2, 3)] == [2, 1, 0]
 
 
 def test_tenants_come_back_and_keep_to_their_limits() -> None:
