@@ -291,8 +291,10 @@ def test_under_random_kills_and_delays_no_byte_is_wrong(
         running = SidecarProcess(double, short_directory)
         stack.callback(lambda: running.stop())
         rank = rank_of(double, running, chance.choice(ORDERS), vmm=bool(seed % 2))
+        stack.callback(lambda: rank.close())
         for life in range(5):
             double.page.seed = chance.getrandbits(31)
+            epoch = rank.run("result = rank.attached()")
             rank.start(
                 "import numpy as np\n"
                 "chance = np.random.default_rng(seed); good = 0\n"
@@ -319,10 +321,12 @@ def test_under_random_kills_and_delays_no_byte_is_wrong(
             if victim == "sidecar":
                 running.kill()
                 running = SidecarProcess(double, short_directory)
-            rank.finish()
+            good = rank.finish()
+            assert good == 12 or victim == "sidecar", (life, victim, good)
             if victim == "sleeper" and rank.run("result = rank.kind") == "cuda_vmm":
                 rank.run("rank.go_to_sleep(); rank.wake_up()")
-            rank.run("rank.attached()")
+            other_than = epoch if victim == "sidecar" else 0
+            rank.run("rank.attached(other_than=other_than)", other_than=other_than)
         rank.close()
         wait_until(lambda: not {"import", "mapping"} & set(running.left))
 
@@ -350,6 +354,19 @@ def test_a_device_that_is_lost_fails_its_copies_and_serves_nobody_more(
         double.fail("cuEventQuery", 700)
         assert not rank.run("rank.randomize(1); result = rank.store(1, b'k' * 32, [1])")
         assert not rank.run("result = rank.store(2, b'l' * 32, [1])")
+        with Child(double, setup=SETUP) as second:
+            told = second.run(
+                "import time; rank = Rank(socket, layout, engine_id='second')\n"
+                "until = time.monotonic() + 60\n"
+                "while not rank._client.last_log and rank.session is None:\n"
+                "    assert time.monotonic() < until; time.sleep(0.01)\n"
+                "result = rank._client.last_log, rank.session is None",
+                socket=str(sidecar.socket),
+                layout=layout_in("BLHNC"),
+            )
+            assert "refused (gpu): " in told[0]
+            assert "cuEventQuery failed with CUDA error (700)" in told[0]
+            assert told[1]
 
 
 def test_a_device_that_is_lost_in_its_self_test_costs_its_own_workers_the_cache_and_nobody_else(
@@ -387,7 +404,9 @@ def test_a_stream_that_cannot_write_words_serves_without_the_cache(
 ) -> None:
     double.page.no_stream_writes = 1
     with rank_of(double, sidecar) as rank:
-        assert not rank.run("rank.randomize(1); result = rank.store(1, b'k' * 32, [1])")
+        # Not one that waits in the sidecar for a word that is never written.
+        rank.run("rank.begin_store(1, b'k' * 32, [1]); assert rank.role.outstanding == {}")
+        assert rank.run("result = rank.outcome(1)") is False
 
 
 def test_a_worker_with_the_process_id_of_the_sidecar_is_refused_with_the_remedy(
