@@ -104,18 +104,33 @@ def test_head_in_the_engine_middle_in_host_tail_in_the_store(
         check_told(engine, metrics, host=2 * CHUNK_TOKENS, store=in_store_tokens)
 
 
+def check_only_written(sidecar: SidecarProcess) -> None:
+    """Its store works, since chunks are written. Nothing is looked for, listed or read there."""
+    sidecar.wait("everything ended", idle)
+    status = sidecar.status()
+    assert status["counters"]["chunks_written"] > 0
+    assert (status["counters"]["chunks_read"], status["counters"]["lookups"]) == (0, 0)
+    store = _store(status)
+    assert (store["listings"], store["chunks"], store["catalog"]["files_read"]) == (0, 0, 0)
+    assert [store["verbs"][verb]["calls"] for verb in ("list", "read")] == [0, 0]
+
+
 def test_store_that_is_only_read_or_only_written(folder: Path, engine: EngineProcess) -> None:
-    call = Call(words(600, 2))
+    call, chunks = Call(words(600, 2)), chunks_of(600, chunk_tokens(engine))
     place = folder / "one-way"
     place.mkdir()
     url = {"url": f"file://{place}"}
     with cluster(folder, engine, {**url, "read": "off"}) as sidecar:
         expected = own_hit(engine, call, before=[call])
-    files = len(list(place.rglob("??/*/*.arrow")))
+        check_only_written(sidecar)
+        assert counters(sidecar)["chunks_written"] >= chunks
+    assert len(list(place.rglob("??/*/*.arrow"))) >= chunks
     with cluster(folder, engine, {**url, "read": "off"}) as sidecar:
         assert again(engine, call, expected.salt).generation.cached_tokens == 0
+        engine.generate(words(600, 4), cache_salt=fresh_salt())
+        check_only_written(sidecar)
     with cluster(folder, engine, {**url, "write": "off"}) as sidecar:
-        listed(sidecar, chunks_of(600, chunk_tokens(engine)))
+        listed(sidecar, chunks)
         files = len(list(place.rglob("??/*/*.arrow")))
         check_equal(again(engine, call, expected.salt), expected)
         engine.generate(words(600, 3), cache_salt=fresh_salt())
