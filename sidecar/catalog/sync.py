@@ -33,7 +33,7 @@ from tiers.catalog.names import LogName
 from tiers.catalog.rows import Rows
 from tiers.catalog.usage import cells_by_tenant, usage_by_tenant
 from tiers.errors import TierError
-from tiers.store.object_tier import ObjectTier
+from tiers.store.object_tier import PROBE_FOLDER, ObjectTier
 
 ROWS_PER_SLICE: Final = 1024
 """One or two milliseconds of the event loop, where rows are next to each other."""
@@ -176,11 +176,12 @@ class StoreWatch:
 
     async def _probe(self) -> str | None:
         """What is wrong with the store, for an operator, or None."""
-        # Without writes read-only credentials are enough, and only refreshes tell.
-        if not self._writes:
-            return None
         before = self.health.creates
         try:
+            if not self._writes:
+                # Read-only credentials are enough.
+                await self._store.list(PROBE_FOLDER)
+                return None
             self.health.creates = (await self._store.probe()).creates
         except TierError as error:
             return str(error)

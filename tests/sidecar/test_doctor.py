@@ -416,10 +416,17 @@ def with_a_store(world: World) -> dict[str, Any]:
     return {"store": {"url": f"file://{world.directory}/store"}}
 
 
+def with_a_store_to_read(world: World) -> dict[str, Any]:
+    return {"store": {**with_a_store(world)["store"], "write": "off"}}
+
+
 @pytest.mark.promise("doctor")
 @pytest.mark.parametrize(
     "make",
-    [left_behind, too_open, missing_parents, over_tcp_with_keys, with_a_store, lambda _: {}],
+    [
+        *(left_behind, too_open, missing_parents, over_tcp_with_keys),
+        *(with_a_store, with_a_store_to_read, lambda _: {}),
+    ],
 )
 def test_doctor_passes_where_serve_starts(
     commands: Commands, world: World, make: Callable[[World], dict[str, Any]]
@@ -438,6 +445,16 @@ def test_doctor_passes_where_serve_starts(
             pass
     finally:
         os.umask(old)
+
+
+def test_a_store_that_is_only_read_must_list(commands: Commands, world: World) -> None:
+    (world.directory / "store").write_text("a file")
+    store = {"url": f"file://{world.directory}/store", "write": "off"}
+    doctor = commands.run("doctor", "--config", str(world.config({"store": store})))
+    [told] = doctor.lines("fail")
+    assert "a file stands where a folder is needed" in told
+    assert f"list file://{world.directory}/store/probe" in told
+    assert doctor.code == Exit.NO
 
 
 def test_remedies_name_the_configuration_that_was_used(tmp_path: Path) -> None:

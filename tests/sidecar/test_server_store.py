@@ -249,6 +249,19 @@ def test_unwell_store_leaves_the_host_tier_working(
         sidecar.wait_until(lambda now: now["counters"]["writes_failed"] >= 1)
 
 
+def test_a_store_that_is_only_read_is_asked_before_it_counts_as_available(
+    short_directory: Path,
+) -> None:
+    store = folder_store(short_directory, retries_max=0, write="off")
+    with RunningSidecar(config_in(short_directory, store=store)) as sidecar:
+        sidecar.wait_until(lambda now: now["tiers"]["store"]["state"] == "ok")
+        assert not (short_directory / "bucket").exists()
+    (short_directory / "bucket").write_text("a file")
+    with RunningSidecar(config_in(short_directory, store=store)) as sidecar:
+        sidecar.wait_until(lambda now: now["tiers"]["store"]["state"] == "unwell")
+        assert "list file://" in sidecar.status()["tiers"]["store"]["reason"]
+
+
 class Held(Wrapper):
     """A store that answers, but takes no chunk, or no catalog file, until it is let."""
 
