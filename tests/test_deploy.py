@@ -17,17 +17,28 @@ from tests import places
 UNIT = places.ROOT / "deploy" / "systemd" / "kvlake.service"
 
 
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not here")
-def test_systemd_takes_the_unit(short_directory: Path) -> None:
+def verified(text: str, directory: Path) -> None:
     # The command must exist for the check, and where it is installed is the operator's choice.
-    text = UNIT.read_text().replace("/usr/local/bin/kvlake", "/bin/true")
-    unit = short_directory / "kvlake.service"
-    unit.write_text(text)
+    unit = directory / "kvlake.service"
+    unit.write_text(text.replace("/usr/local/bin/kvlake", "/bin/true"))
     done = subprocess.run(
         ["systemd-analyze", "verify", "--man=no", str(unit)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     assert "kvlake.service" not in done.stderr, done.stderr
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not here")
+def test_systemd_takes_the_unit(short_directory: Path) -> None:
+    verified(UNIT.read_text(), short_directory)
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not here")
+def test_systemd_takes_the_unit_with_a_store_in_a_folder(short_directory: Path) -> None:
+    text = UNIT.read_text()
+    line = "\n#ReadWritePaths=/mnt/kvlake\n"
+    assert text.index("\nProtectSystem=strict\n") < text.index(line)
+    verified(text.replace(line, f"\nReadWritePaths={short_directory}\n"), short_directory)
 
 
 def test_the_runtime_directory_outlives_the_unit() -> None:

@@ -148,6 +148,11 @@ def test_each_condition_says_what_to_do(
     assert outcome(error) == expected
 
 
+def test_a_folder_that_systemd_made_read_only_names_the_setting_of_the_unit() -> None:
+    error = OSError(errno.EROFS, "Read-only file system", "/mnt/kvlake/probe")
+    assert "ReadWritePaths=" in str(translate(error, "write file:///mnt/kvlake/probe", NO_SECRETS))
+
+
 def test_the_servers_code_counts_more_than_the_clients_exception() -> None:
     # s3fs makes FileNotFoundError of both.
     error = FileNotFoundError("The specified bucket does not exist")

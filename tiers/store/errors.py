@@ -67,7 +67,8 @@ CONDITIONS: Final = {
     "the store",
     "slow": "there was no answer in time; check the network to the store and its load",
     "read_only": "the folder cannot be written or read by this user; change its owner or mode, "
-    "mount it writable, or choose another store.url",
+    "mount it writable, name it in ReadWritePaths= of the systemd unit, or choose another "
+    "store.url",
     "not_a_folder": "a file stands where a folder is needed; move it, or choose another store.url",
     "unsupported": "the store cannot do that; choose another store, or see the detail",
     "other": "the store failed; see the detail; retried with growing pauses",
