@@ -4,6 +4,7 @@ Invariants: no message has any of the content; a secret that was read is masked 
 then on; an existing file is never replaced.
 """
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -25,7 +26,7 @@ def read_secret(path: Path, setting: str) -> str:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise StartError(
-            f"{place}: cannot be read: {error.strerror}; `kvlake keygen --out FILE` creates one"
+            f"{place}: cannot be read: {error.strerror}; {_remedy(error, path)}"
         ) from error
     try:
         found = os.fstat(fd)
@@ -51,6 +52,19 @@ def read_secret(path: Path, setting: str) -> str:
         raise StartError(f"{place}: is empty")
     conceal([text])
     return text
+
+
+def _remedy(error: OSError, path: Path) -> str:
+    """What to do about a file that cannot be opened."""
+    if error.errno == errno.ENOENT:
+        return f"correct the path, or create the file: kvlake keygen --out {path}"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        uid = os.geteuid()
+        return (
+            f"run this as the owner of the file, or give it to this user: chown {uid} {path}; "
+            f"chmod 600 {path}; user {uid} must also be allowed to enter its folders"
+        )
+    return "correct the path"
 
 
 def write_secret(path: Path, text: str) -> None:
