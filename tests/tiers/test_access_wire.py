@@ -150,6 +150,28 @@ async def test_a_custom_authority_is_trusted(
         await written(place(server), trusting, watch)
 
 
+async def test_obstore_trusts_the_systems_authorities_too(
+    server: Server,
+    backend: Backend,
+    tls: ssl.SSLContext,
+    ca_file: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As docs/how-to/object-stores.md says: fsspec trusts `tls.ca_file` instead of them."""
+    trustme.CA().cert_pem.write_to_path(tmp_path / "other.pem")
+    monkeypatch.setenv("SSL_CERT_FILE", ca_file)
+    async with faulty_proxy(server.endpoint, tls) as watch:
+        access = server.access_at(watch.endpoint, backend)
+        access = replaced(access, tls=Tls(ca_file=tmp_path / "other.pem"))
+        if backend == "obstore":
+            await written(place(server), access, watch)
+            return
+        async with tier_of(place(server), access) as tier:
+            with pytest.raises(TierUnavailable, match="not trusted"):
+                await tier.read(NAME, slot())
+
+
 async def test_an_unknown_authority_is_refused_unless_told_otherwise(
     server: Server, backend: Backend, tls: ssl.SSLContext
 ) -> None:
