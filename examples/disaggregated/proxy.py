@@ -20,6 +20,7 @@ import argparse
 import itertools
 import json
 import logging
+import math
 from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
@@ -32,6 +33,8 @@ BODY_BYTES_MAX: Final = 64 << 20
 # An answer may take as long as it takes; who is not there is noticed sooner.
 TIMEOUT: Final = aiohttp.ClientTimeout(total=None, sock_connect=10)
 PASSED_HEADERS: Final = ("authorization", "x-request-id")
+WAIT_SECONDS_MAX: Final = 60.0
+"""Engines ignore a longer wait."""
 
 logger = logging.getLogger("proxy")
 
@@ -86,7 +89,8 @@ class Proxy:
     async def ask_decode(self, request: web.Request) -> web.StreamResponse:
         """Pass a GET on to a decode engine."""
         try:
-            async with self.client.get(next(self._decode) + request.path) as answer:
+            url = next(self._decode) + request.path
+            async with self.client.get(url, headers=_passed_headers(request)) as answer:
                 return await _passed_on(request, answer)
         except aiohttp.ClientConnectionError as error:
             return _no_engine(error)
@@ -99,9 +103,7 @@ class Proxy:
             return _error(400, f"the body is no JSON: {error}")
         if not isinstance(body, dict):
             return _error(400, "the body is no JSON object")
-        headers = {
-            name: value for name, value in request.headers.items() if name.lower() in PASSED_HEADERS
-        }
+        headers = _passed_headers(request)
         try:
             handed = await self._prefilled(request.path, body, headers)
         except Refused as refused:
@@ -152,6 +154,12 @@ def prefill_body(body: dict[str, Any]) -> dict[str, Any]:
     return prefill | {"max_tokens": 1, "n": 1, "stream": False, "kv_transfer_params": params}
 
 
+def _passed_headers(request: web.Request) -> dict[str, str]:
+    return {
+        name: value for name, value in request.headers.items() if name.lower() in PASSED_HEADERS
+    }
+
+
 async def _passed_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
     """The engine's answer, piece by piece as it comes."""
     response = web.StreamResponse(status=answer.status)
@@ -173,6 +181,21 @@ def _error(status: int, message: str) -> web.Response:
     return web.json_response({"error": {"message": message, "code": status}}, status=status)
 
 
+def wait_seconds(text: str) -> float:
+    """The value of `--wait-seconds`. Raises `argparse.ArgumentTypeError`."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    # Not true of nan either.
+    if not 0 <= seconds <= WAIT_SECONDS_MAX:
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a number from 0 to {WAIT_SECONDS_MAX:.0f}; give seconds in that range, "
+            "or leave it out for limits.lookup_wait of the sidecar"
+        )
+    return seconds
+
+
 def main() -> None:
     """Serve until SIGINT or SIGTERM."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
@@ -180,7 +203,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--prefill", nargs="+", required=True, metavar="URL")
     parser.add_argument("--decode", nargs="+", required=True, metavar="URL")
-    parser.add_argument("--wait-seconds", type=float, default=None)
+    parser.add_argument("--wait-seconds", type=wait_seconds, default=None, metavar="SECONDS")
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
     proxy = Proxy(given.prefill, given.decode, wait_seconds=given.wait_seconds)

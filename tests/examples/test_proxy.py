@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from examples.disaggregated.proxy import Proxy
+from connector.request_params import WAIT_MS_MAX
+from examples.disaggregated.proxy import WAIT_SECONDS_MAX, Proxy, main, wait_seconds
 
 pytestmark = pytest.mark.promise("disaggregated")
 
@@ -87,6 +89,35 @@ async def test_the_prompt_first_and_then_the_rest_with_what_was_handed_over() ->
     for engine in (prefill, decode):
         assert engine.headers[0]["Authorization"] == "Bearer key"
         assert "Cookie" not in engine.headers[0]
+
+
+async def test_a_get_is_passed_on_with_the_clients_key() -> None:
+    decode = answering(data=[])
+    async with proxied(answering(), decode) as (client, url):
+        headers = {"Authorization": "Bearer key", "Cookie": "mine"}
+        async with client.get(f"{url}/v1/models", headers=headers) as answer:
+            assert await answer.json() == {"data": []}
+    assert decode.headers[0]["Authorization"] == "Bearer key"
+    assert "Cookie" not in decode.headers[0]
+
+
+@pytest.mark.parametrize("given", ["-1", "60.5", "nan", "soon"])
+def test_a_wait_that_engines_ignore_is_refused(
+    given: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engines = ["--prefill", "http://127.0.0.1:9", "--decode", "http://127.0.0.1:9"]
+    monkeypatch.setattr(sys, "argv", ["proxy.py", *engines, f"--wait-seconds={given}"])
+    monkeypatch.setattr(web, "run_app", lambda *_, **__: None)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert f"argument --wait-seconds: {given} is not a number from 0 to 60; give" in told
+
+
+def test_the_longest_wait_is_that_of_engines() -> None:
+    assert wait_seconds("60") == WAIT_SECONDS_MAX == WAIT_MS_MAX / 1000
+    assert wait_seconds("0") == 0
 
 
 async def test_what_a_request_asks_for_itself_goes_to_both() -> None:
