@@ -130,8 +130,8 @@ class SidecarClient:
         if code == HTTPStatus.UNAUTHORIZED:
             why = "takes another one" if self.token else "none was given"
             return NoAnswer(
-                f"{target} needs a token, and {why}; use --config with the sidecar's own file, or "
-                "--token-file"
+                f"{target} needs a token, and {why}; give --config with the sidecar's own file in "
+                "place of --url, or --token-file"
             )
         if code == HTTPStatus.SERVICE_UNAVAILABLE:
             return SidecarNotReady(f"{target}: the sidecar is starting or ending, ask again")

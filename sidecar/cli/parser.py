@@ -280,7 +280,9 @@ def _add_node_commands(commands: _Commands) -> None:
 def _add_cache_commands(commands: _Commands) -> None:
     """Commands about what is cached."""
     tier = _option("--host", action="store_true", help="host memory, even if there is a store")
-    _add_sidecar_options(tier, where=tier)
+    where = tier.add_mutually_exclusive_group()
+    where.add_argument("--config", type=Path, metavar="FILE", help=_CONFIG_HELP)
+    _add_sidecar_options(tier, where=where)
     _command(
         commands,
         "du",
@@ -289,7 +291,7 @@ def _add_cache_commands(commands: _Commands) -> None:
         description="Read the store's catalog and sum up its chunks; nothing is listed or "
         "changed. If the configuration has no store, or with --host or --url, ask the running "
         "sidecar what its host memory holds.",
-        parents=[_CONFIG, tier, _JSON, _NAMESPACE],
+        parents=[tier, _JSON, _NAMESPACE],
     )
     ls = _command(
         commands,
@@ -299,7 +301,7 @@ def _add_cache_commands(commands: _Commands) -> None:
         description="List the store's namespaces, or the chunks of one of them with the URLs of "
         "its objects, from its catalog. If the configuration has no store, or with --host or "
         "--url, list what the host memory of the running sidecar holds.",
-        parents=[_CONFIG, tier, _JSON],
+        parents=[tier, _JSON],
     )
     ls.add_argument("namespace", nargs="?", metavar="NAMESPACE", help=_NAMESPACE_HELP)
     ls.add_argument("--key", default="", metavar="DIGITS", help="only keys with this prefix")
@@ -372,7 +374,10 @@ def _add_config_commands(commands: _Commands) -> None:
 
 
 def _add_sidecar_options(to: argparse.ArgumentParser, *, where: Any) -> None:
-    """How a running sidecar is asked. `where` takes the option for its address."""
+    """How a running sidecar is asked. `where` takes the option for its address.
+
+    No command takes `--config` beside it: the token of a configuration is for that sidecar only.
+    """
     where.add_argument(
         "--url", type=_sidecar_address, help="address of the sidecar, such as http://127.0.0.1:9321"
     )

@@ -162,6 +162,8 @@ def test_a_missing_package_is_reported_with_its_extra() -> None:
         ("status --url https://a", "'https://a': commands do not speak TLS; write http://"),
         ("top --url https://a", "'https://a': commands do not speak TLS; write http://"),
         ("status --url http://a:b", "'http://a:b' is no address: Port could not be cast"),
+        ("du --config c --url http://a", "--url: not allowed with argument --config"),
+        ("ls --url http://a --config c", "--config: not allowed with argument --url"),
         ("explain --last 0 --url http://a", "--last 0: give a number from 1 to 1,000"),
         ("explain --last 5000 --url http://a", "--last 5000: give a number from 1 to 1,000"),
         ("ls --limit -3", "'-3' is no whole number, 0 or more"),

@@ -30,7 +30,7 @@ CHUNKS = 7
 
 
 class Command:
-    """Runs `kvlake` in this process, on a configuration without a store."""
+    """Runs `kvlake` in this process, with `--url` or a configuration without a store."""
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.path = folder / "command.yaml"
@@ -40,7 +40,7 @@ class Command:
     def __call__(self, *words: str, code: int = 0) -> str:
         """What it prints: its result, or with another code its message."""
         self.path.write_text(yaml.safe_dump(self.sections))
-        ended = main([*words, "--config", str(self.path)])
+        ended = main([*words, *([] if "--url" in words else ["--config", str(self.path)])])
         told = self._capsys.readouterr()
         assert ended == code, told.err
         return told.err if code else told.out
@@ -201,7 +201,9 @@ def test_the_token_is_required(short_directory: Path, kvlake: Command, tmp_path:
     with RunningSidecar(config) as sidecar:
         url = sidecar.info.http_url
         for path in ("/host", "/host/chunks"):
-            assert "needs a token" in kvlake("du", "--url", url, code=1), path
+            said = kvlake("du", "--url", url, code=1)
+            assert "needs a token, and none was given; give --config" in said, path
+            assert "in place of --url, or --token-file" in said, path
         kept = tmp_path / "token"
         kept.write_text(token)
         kept.chmod(0o600)
