@@ -82,7 +82,6 @@ class WorkerRole:
         self._step = 0
         self._idle = False
         self._waiting = False
-        self._fence_failed = False
         self.fence: WorkerFence | None = None
         self._session: SidecarSession | None = None
         self.retired: list[WorkerFence] = []
@@ -185,9 +184,7 @@ class WorkerRole:
         try:
             fence.signal(self._step)
         except TierError as error:
-            if not self._fence_failed:
-                self._fence_failed = True
-                logger.warning("kvlake: this worker is served without the cache, because %s", error)
+            self.refuse(f"its GPU cannot mark the end of a step: {error}")
             return False
         return True
 

@@ -42,7 +42,7 @@ RANKS_SECONDS_MAX: Final = 60.0
 
 PROBLEMS: Final = (
     "starting", "draining", "loop", "runtime_directory", "socket", "copies", "pool", "ranks",
-    "uncached", "store",
+    "uncached", "store", "gpu",
 )  # fmt: skip
 """All codes of problems."""
 
@@ -204,6 +204,12 @@ class SelfChecks:
         stuck = dispatcher.copies.stuck_seconds(time.monotonic())
         if stuck > COPY_SECONDS_STUCK:
             yield Problem("copies", f"every copy thread has been at its copy for {stuck:.0f} s")
+        if lost := dispatcher.gpus.lost:
+            yield Problem(
+                "gpu",
+                f"{lost[0]}; until then its engines are served without the cache, and memory of "
+                "those that ended stays allocated on it",
+            )
         for engine_id, ranks, world_size in dispatcher.sessions.incomplete(RANKS_SECONDS_MAX):
             here = ", ".join(map(str, ranks))
             yield Problem(

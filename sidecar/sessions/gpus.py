@@ -54,6 +54,18 @@ class Gpus:
         self._pinning = threading.Lock()
         self._unmapping = ThreadPoolExecutor(1, thread_name_prefix="kvlake-unmap")
 
+    @property
+    def lost(self) -> list[str]:
+        """The devices that were lost after they had served, each with the error.
+
+        What was mapped there stays allocated on the device until this process ends.
+        """
+        return [
+            f"GPU-{uuid.hex()}: {device.lost}"
+            for uuid, device in self._devices.items()
+            if device.lost is not None
+        ]
+
     async def prepare(self, memory: Memory) -> None:
         """Prepare the device of `memory`, once. Raises `AttachRefused`."""
         uuid = memory.device_uuid

@@ -21,6 +21,7 @@ from tests.gpu.double.control import Double, wait_until
 from tests.gpu.layouts import ORDERS, layout_in
 from tests.gpu.sidecars import SidecarProcess
 from tests.sidecar.client import Client, RefusedError, Worker, attach_message, key_of
+from tests.sidecar.test_readiness import readyz
 from tiers.kv.fence import WorkerFence
 
 pytest.importorskip("cuda.bindings.driver")
@@ -367,6 +368,10 @@ def test_a_device_that_is_lost_fails_its_copies_and_serves_nobody_more(
             assert "refused (gpu): " in told[0]
             assert "cuEventQuery failed with CUDA error (700)" in told[0]
             assert told[1]
+        # Memory that it mapped stays allocated while it runs, also of engines that ended.
+        status, found = readyz(sidecar.url)
+        assert (status, found["problems"][0]["code"]) == (503, "gpu")
+        assert "restart the sidecar" in found["problems"][0]["reason"]
 
 
 def test_a_device_that_is_lost_in_its_self_test_costs_its_own_workers_the_cache_and_nobody_else(
@@ -407,6 +412,8 @@ def test_a_stream_that_cannot_write_words_serves_without_the_cache(
         # Not one that waits in the sidecar for a word that is never written.
         rank.run("rank.begin_store(1, b'k' * 32, [1]); assert rank.role.outstanding == {}")
         assert rank.run("result = rank.outcome(1)") is False
+        # The scheduler leaves with it: else each hit would be loaded in vain.
+        assert "cuStreamWriteValue64" in rank.run("result = rank.role.refusal")
 
 
 def test_a_worker_with_the_process_id_of_the_sidecar_is_refused_with_the_remedy(
