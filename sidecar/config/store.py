@@ -142,6 +142,16 @@ class StoreSettings(Access):
                 f"{format_duration(least)} after it was withdrawn (refresh_seconds and "
                 "deadline_seconds_max together); raise gc.grace"
             )
+        inflight = self.writes_inflight_max + self.reads_inflight_max
+        if (rate := self.requests_per_second_max) is not None:
+            turns = int(rate * self.deadline_seconds_max)
+            if inflight > turns:
+                raise ValueError(
+                    f"requests_per_second_max={rate}: only {turns} requests begin within "
+                    f"deadline_seconds_max={format_duration(self.deadline_seconds_max)}, so that "
+                    f"the last of {inflight} in flight (writes_inflight_max and reads_inflight_max "
+                    "together) would never be sent in time; lower these, or raise one of the others"
+                )
         try:
             check(self.url, self, chosen_backend(self.url, self))
         except AccessError as error:

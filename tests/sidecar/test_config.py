@@ -337,6 +337,14 @@ def test_too_little_to_show_anything_is_refused() -> None:
         loads("limits: {curve_keys_max: 1023}")
 
 
+def test_a_rate_at_which_requests_would_never_be_sent_in_time_is_refused() -> None:
+    """Each would wait for its turn until its deadline, and so would the next."""
+    store = "store: {{url: 'file:///tmp/b', requests_per_second_max: 2, reads_inflight_max: {}}}"
+    assert loads(store.format(56)).store
+    with pytest.raises(ConfigError, match="requests_per_second_max=2: only 60 .*the last of 61 "):
+        loads(store.format(57))
+
+
 @pytest.mark.parametrize("written", ["[]", "[0, 0]", "[-1]", "[1024]", "node0", "3"])
 def test_invalid_numa_nodes(written: str) -> None:
     assert "nor a list of NUMA nodes such as [0, 1]" in problem(f"host: {{numa: {written}}}")
