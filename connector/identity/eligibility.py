@@ -42,9 +42,10 @@ def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str:
     if not SINCE_VLLM_0_33:
         # What the sidecar mapped would no longer be the cache once the engine has slept. vLLM lets
         # an engine sleep with the allocator alone.
-        for setting in ("enable_sleep_mode", "enable_cumem_allocator"):
-            if vars(vllm_config.model_config).get(setting):
-                return f"{setting} needs vLLM 0.33 or later, which notifies connectors before sleep"
+        model = vllm_config.model_config
+        if model.enable_sleep_mode or model.enable_cumem_allocator:
+            setting = "enable_sleep_mode" if model.enable_sleep_mode else "enable_cumem_allocator"
+            return f"{setting} needs vLLM 0.33 or later, which notifies connectors before sleep"
     groups = kv_cache_config.kv_cache_groups
     specs = (spec for group in groups for spec in iter_layer_specs(group.kv_cache_spec))
     return (

@@ -105,7 +105,8 @@ ENGINE: Final[dict[str, Used]] = {
             "model model_weights revision hf_config hf_text_config hf_overrides quantization "
             "max_model_len use_mla multimodal_config quantization_config code_revision "
             "model_class_overrides "
-            "hf_config_path runner_type convert_type pooler_config enforce_eager"
+            "hf_config_path runner_type convert_type pooler_config enforce_eager "
+            "enable_cumem_allocator override_generation_config original_max_model_len"
         )
         | {
             "enable_sleep_mode": ATTRIBUTE,
@@ -118,6 +119,8 @@ ENGINE: Final[dict[str, Used]] = {
             "get_head_size": "()",
             "get_total_num_kv_heads": "()",
             "get_total_num_hidden_layers": "()",
+            "get_and_verify_max_len": "(max_model_len)",
+            "try_get_generation_config": "()",
         }
     ),
     "vllm.config.parallel:ParallelConfig": Used(
