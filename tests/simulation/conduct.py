@@ -73,6 +73,8 @@ class _Asked:
     """Chunks that had a slot before."""
     segments: dict[bytes, SegmentName] = field(default_factory=dict[bytes, SegmentName])
     """What a store fills, by key."""
+    refused: set[bytes] = field(default_factory=set[bytes])
+    """Those of them that the policy refused since."""
     ready: set[bytes] = field(default_factory=set[bytes])
     """Those of them that could be loaded by this rank."""
     running: int = 0
@@ -112,8 +114,6 @@ class Conduct:
         """Until when a store that failed too often is left alone."""
         self._tried = {Write: 0.0, Read: 0.0}
         """When a request began that is to find out whether it works again, and is under way."""
-        self._refused: set[SegmentName] = set()
-        """What the policy refused since the last job that stores it."""
         self._stored_before: bool | None = None
         self.written = 0
         """Writes that ended well."""
@@ -171,7 +171,6 @@ class Conduct:
                 chunk = realms[realm_id].chunks.get(piece.key)
                 if isinstance(job, StoreJob):
                     asked.segments[piece.key] = (realm_id, rank, piece.key)
-                    self._refused.discard(asked.segments[piece.key])
                 state = chunk.segments[rank].state if chunk else SegmentState.ABSENT
                 if state is not SegmentState.ABSENT:
                     asked.there.add(piece.key)
@@ -440,7 +439,10 @@ class Conduct:
         new = all(one.state is SegmentState.ABSENT for one in chunk.segments)
         if process.config.host.policy != "density" or not new:
             raise Violation("only a new chunk is refused", f"{segment}")
-        self._refused.add((chunk.realm.realm_id, segment.rank, chunk.key))
+        name = (chunk.realm.realm_id, segment.rank, chunk.key)
+        for asked in self._jobs.values():
+            if asked.segments.get(chunk.key) == name:
+                asked.refused.add(chunk.key)
 
     # --- answers -------------------------------------------------------------------------------
 
@@ -455,9 +457,8 @@ class Conduct:
         done = all(outcome is Outcome.OK for outcome in asked.outcomes) and not asked.lost
         copied = done and asked.copied == keys
         # A store needs no copy of what was there, or what the policy refuses.
-        refused = {key for key, name in asked.segments.items() if name in self._refused}
         there = isinstance(asked.job, StoreJob) and done
-        there = there and asked.copied | asked.there | refused >= keys
+        there = there and asked.copied | asked.there | asked.refused >= keys
         good, missed = job.outcome is Outcome.OK, job.outcome is Outcome.MISSING
         false = (copied and not good) or (good and not (copied or there))
         if false or (missed and asked.ready >= keys):
