@@ -3,6 +3,9 @@
 Two machines are two runtime directories, one after the other; what the reader is told to have (a
 bucket, credentials, an endpoint, a model) is given. `kvlake run` and `vllm serve` start here as
 users start them, and are driven over HTTP as a client would.
+
+The file that the commands name is the README's with a name and a port besides, so that the default
+ones stay free for other clones on this machine. `kvlake status` gets the same file for that reason.
 """
 
 from __future__ import annotations
@@ -21,10 +24,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
+import yaml
 
 from sidecar.cli.client import SidecarClient, url_of
 from sidecar.cli.console import NoAnswer
-from sidecar.config.model import Config
+from sidecar.config.model import Config, load
 from sidecar.demo.model import write_model
 from sidecar.demo.processes import free_ports
 from tests import places
@@ -37,9 +41,11 @@ pytestmark = [pytest.mark.engine, pytest.mark.promise("connector", "suite-comman
 
 ROOT: Final = places.ROOT
 SECTION: Final = "Share prefixes between clusters"
+FILE: Final = "configs/s3.yaml"
 START_SECONDS_MAX: Final = 240.0
 WAIT_SECONDS_MAX: Final = 60.0
 STOP_SECONDS_MAX: Final = 90.0
+BUCKET: Final = {"KVLAKE_BUCKET": "my-bucket"}
 PROMPT: Final = " ".join(f"w{i * 11 % 3800}" for i in range(1500))
 PREFIX: Final = " ".join(f"w{i * 7 % 3800}" for i in range(1024))
 
@@ -52,14 +58,23 @@ def commands() -> list[list[str]]:
     return [block.strip().splitlines() for block in blocks]
 
 
+def own_name(machine: str) -> str:
+    """A sidecar's name, with which the host memory that it may leave is found at the end."""
+    return f"demo-{os.getpid()}-readme-{machine}"
+
+
 class Machine:
     """Somebody's shell on a node of a cluster, where the section's first block is typed."""
 
     def __init__(self, folder: Path, environment: dict[str, str], model: str) -> None:
         self.folder = folder
-        (port,) = free_ports(1)
+        port, http_port = free_ports(2)
         self._engine = f"http://127.0.0.1:{port}"
+        self._sidecar = f"http://127.0.0.1:{http_port}"
         (folder / "runtime").mkdir(parents=True, mode=0o700)
+        (folder / FILE).parent.mkdir()
+        own = {"runtime": {"name": own_name(folder.name)}, "http": {"port": http_port}}
+        (folder / FILE).write_text(f"{(ROOT / FILE).read_text()}\n{yaml.safe_dump(own)}")
         self._environment = environment | {
             "XDG_RUNTIME_DIR": str(folder / "runtime"),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -78,7 +93,7 @@ class Machine:
         with self._log.open("wb") as output:
             self._process = subprocess.Popen(
                 ["bash", "-ec", script.replace("\nkvlake", "\nexec kvlake")],
-                cwd=ROOT,
+                cwd=folder,
                 env=self._environment,
                 stdout=output,
                 stderr=output,
@@ -105,9 +120,9 @@ class Machine:
         """`kvlake status`, as the section has it, and for a program to read."""
         [line] = self._status
         told = subprocess.run(
-            [*line.split(), "--json"],
-            cwd=ROOT,
-            env=self._environment,
+            [*line.split(), "--json", "--config", FILE],
+            cwd=self.folder,
+            env=self._environment | BUCKET,
             capture_output=True,
             check=True,
             timeout=60,
@@ -118,9 +133,12 @@ class Machine:
     def looked_up(self, prompt: str) -> dict[str, Any]:
         """What `kvlake explain --prompt` finds of a text in the engine's namespace."""
         told = subprocess.run(
-            ["kvlake", "explain", "--prompt", "-", "--engine", self._engine, "--json"],
-            cwd=ROOT,
-            env=self._environment,
+            [
+                *("kvlake", "explain", "--prompt", "-", "--engine", self._engine, "--json"),
+                *("--config", FILE),
+            ],
+            cwd=self.folder,
+            env=self._environment | BUCKET,
             input=prompt.encode(),
             capture_output=True,
             check=True,
@@ -132,7 +150,7 @@ class Machine:
 
     def status(self) -> dict[str, Any]:
         """The same without the command."""
-        return SidecarClient(url_of(Config()), WAIT_SECONDS_MAX).get()
+        return SidecarClient(self._sidecar, WAIT_SECONDS_MAX).get()
 
     def count(self, name: str) -> int:
         return int(self.status()["counters"][name])
@@ -186,14 +204,16 @@ class Machine:
 
     def stop(self) -> None:
         """Also of its memory, which a restart would find and another machine does not have."""
-        self.end()
-        subprocess.run(
-            ["kvlake", "pool", "remove", "--config", "configs/s3.yaml"],
-            cwd=ROOT,
-            env=self._environment | {"KVLAKE_BUCKET": "my-bucket"},
-            check=True,
-            timeout=60,
-        )
+        try:
+            self.end()
+        finally:
+            subprocess.run(
+                ["kvlake", "pool", "remove", "--config", FILE],
+                cwd=self.folder,
+                env=self._environment | BUCKET,
+                check=True,
+                timeout=60,
+            )
 
 
 @pytest.fixture(scope="module")
@@ -235,6 +255,16 @@ def machine(folder: Path, environment: dict[str, str], model: str) -> Iterator[M
 def first(folder: Path, environment: dict[str, str], model: str) -> Iterator[Machine]:
     with machine(folder / "alone", environment, model) as there:
         yield there
+
+
+def test_commands_without_options_find_the_sidecar_of_the_file(
+    environment: dict[str, str],
+) -> None:
+    found, default = load(ROOT / FILE, environment=environment | BUCKET), Config()
+    assert url_of(found) == url_of(default)
+    assert found.runtime.attach_path == default.runtime.attach_path
+    serve, status = commands()
+    assert (status, FILE in serve[1].split()) == (["kvlake status"], True)
 
 
 class TestFirstCluster:
