@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from sidecar.exits import Exit
 from tests.e2e import arms
 from tests.faulty_proxy import Fault
 from tests.harness.sidecars import ProcessFailed
@@ -80,6 +81,7 @@ class Soak:
         self.unrest: list[str] = []
         self.broken: list[str] = []
         """What ended the run before its time."""
+        self._errors_judged = 0
 
     @property
     def now(self) -> float:
@@ -301,9 +303,10 @@ class Soak:
     def judge(self) -> list[Verdict]:
         """Every verdict."""
         life_warm = min(60.0, self.seconds / 5)
-        log = self._world.sidecar.log_path.read_text(errors="replace").splitlines()
+        log = self._sidecar_log()
         errors = [line for line in log if _ERROR_LINE.search(line)]
         bad = unexpected(log)
+        self._errors_judged = len(bad)
         bad += [
             line
             for path in self._world.engine_logs()
@@ -322,7 +325,7 @@ class Soak:
             *verdicts.growth(self.samples, "engine", life_warm),
             *verdicts.whole_growth(self.samples, self.warm_seconds),
             verdicts.bounded("store.bytes", self.stored, 2 * STORE_SIZE),
-            verdicts.throughput(self._ratios("start"), self._ratios("end")),
+            verdicts.throughput(self._ratios("start"), self._ratios("end"), self.seconds),
             verdicts.hits(self._phase("start"), self._phase("end")),
             verdicts.none_of("requests that failed", self.clients.failures),
             Verdict("requests that hang", slow <= SLOW_SECONDS, said),
@@ -331,6 +334,17 @@ class Soak:
             verdicts.none_of(f"errors in logs beside {len(errors) - len(bad)} expected", bad),
             verdicts.none_of("what ended the run early", self.broken),
         ]
+
+    def wrong_at_end(self) -> list[str]:
+        """Once all has ended: what the sidecar logged since `judge`, and how it ended."""
+        found = unexpected(self._sidecar_log())[self._errors_judged :]
+        code = self._world.sidecar_exit
+        if code not in (Exit.OK, Exit.LOSS):
+            found.append(f"the sidecar ended with {code}")
+        return found
+
+    def _sidecar_log(self) -> list[str]:
+        return self._world.sidecar.log_path.read_text(errors="replace").splitlines()
 
     def _phase(self, phase: str) -> list[Sample]:
         return [one for one in self.rounds if f"pace.{phase}" in one]
@@ -366,7 +380,7 @@ def soak(
             one = Soak(made, seconds, seed)
             one.run(chaos=chaos)
             found = one.judge()
-        left = [str(path) for path in made.shared_files()]
+        left = [*map(str, made.shared_files()), *one.wrong_at_end()]
     except Exception as error:
         if one is None:
             raise

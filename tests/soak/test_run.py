@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
 import pytest
 
+from sidecar.exits import Exit
 from tests.harness.engine import EngineFailed, EngineProcess
 from tests.harness.sidecars import SidecarProcess
-from tests.soak import report
+from tests.soak import report, run
 from tests.soak.report import Told
 from tests.soak.run import Soak, unexpected
 from tests.soak.world import World
@@ -22,6 +25,7 @@ class DeadWorld:
     """A world in which nothing was ever started."""
 
     engine_pid = None
+    sidecar_exit: int | None = Exit.OK
 
     def __init__(self, folder: Path) -> None:
         self.sidecar = SidecarProcess(folder / "sidecar", {})
@@ -54,6 +58,35 @@ def test_a_run_that_breaks_is_reported(tmp_path: Path) -> None:
     document, picture = told.write(tmp_path, docs=False)
     assert json.loads(document.read_text())["totals"]["requests"] == 0
     assert picture.read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    ("code", "line", "said"),
+    [
+        (Exit.OK, "INFO kvlake.server: drained", "none"),
+        (Exit.LOSS, "WARNING kvlake.server: drained in part", "none"),
+        (Exit.OK, "ERROR kvlake.bug: another error", "1, first: ERROR kvlake.bug: another error"),
+        (Exit.INTERNAL, "INFO kvlake.server: drained", "1, first: the sidecar ended with 70"),
+        (-9, "", "1, first: the sidecar ended with -9"),
+        (None, "", "1, first: the sidecar ended with None"),
+    ],
+)
+def test_how_the_sidecar_ends_is_judged_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int | None, line: str, said: str
+) -> None:
+    @contextlib.contextmanager
+    def dying(*_: object, **_options: object) -> Iterator[DeadWorld]:
+        made = DeadWorld(tmp_path)
+        yield made
+        with made.sidecar.log_path.open("a") as log:
+            log.write(f"{line}\n")
+        made.sidecar_exit = code
+
+    monkeypatch.setattr(run, "world", dying)
+    _, found = run.soak(tmp_path, 600, 1)
+    last = found[-1]
+    assert (last.name, last.said) == ("left behind, or wrong at the end", said)
+    assert last.good == (said == "none")
 
 
 def test_the_documentation_shows_the_last_run(

@@ -13,6 +13,7 @@ from tests.soak.verdicts import Sample, Verdict, slope
 
 pytestmark = pytest.mark.promise("soak")
 
+LONG_SECONDS = 1800.0
 STEADY = ("shared_bytes", "sockets", "mappings", "threads", "zombies", "tasks")
 
 
@@ -92,31 +93,42 @@ def rounds(median: float, noise: float, seed: int, count: int = 12) -> list[floa
     return [median * math.exp(chooser.gauss(0, noise)) for _ in range(count)]
 
 
+def judged(start: list[float], end: list[float]) -> Verdict:
+    return verdicts.throughput(start, end, LONG_SECONDS)
+
+
 def test_throughput_that_stays_is_good_and_a_loss_is_not() -> None:
     start = rounds(1.8, 0.02, 1)
-    assert verdicts.throughput(start, rounds(1.8, 0.02, 2)).good
-    assert verdicts.throughput(start, rounds(1.9, 0.02, 2)).good
-    assert verdicts.throughput(start, rounds(1.8 * 0.97, 0.02, 2)).good
-    lost = verdicts.throughput(start, rounds(1.8 * 0.92, 0.02, 2))
+    assert judged(start, rounds(1.8, 0.02, 2)).good
+    assert judged(start, rounds(1.9, 0.02, 2)).good
+    assert judged(start, rounds(1.8 * 0.97, 0.02, 2)).good
+    lost = judged(start, rounds(1.8 * 0.92, 0.02, 2))
     assert not lost.good
     assert "0.9" in lost.said
 
 
 def test_a_disturbed_round_does_not_change_the_verdict() -> None:
     end = [*rounds(1.8, 0.02, 2), 0.9, 1.1]
-    assert verdicts.throughput(rounds(1.8, 0.02, 1), end).good
+    assert judged(rounds(1.8, 0.02, 1), end).good
 
 
 def test_rounds_that_are_too_noisy_prove_nothing() -> None:
-    loss = verdicts.throughput(rounds(1.8, 0.3, 1), rounds(1.8, 0.3, 2)).said
+    loss = judged(rounds(1.8, 0.3, 1), rounds(1.8, 0.3, 2)).said
     assert float(loss.split()[0]) > 0.95, "the change itself is within the limit"
-    assert not verdicts.throughput(rounds(1.8, 0.3, 1), rounds(1.8, 0.3, 2)).good
+    assert not judged(rounds(1.8, 0.3, 1), rounds(1.8, 0.3, 2)).good
 
 
-def test_a_few_rounds_are_not_judged() -> None:
-    verdict = verdicts.throughput([1.8] * 3, [0.9] * 3)
-    assert verdict.good
-    assert "not judged" in verdict.said
+@pytest.mark.parametrize(
+    ("start", "end", "seconds", "good"),
+    [(3, 3, 479, True), (5, 12, 479, True), (12, 5, 479, False), (12, 0, 479, False)]
+    + [(start, end, 480, False) for start, end in ((3, 3), (5, 12), (12, 5))],
+)
+def test_a_few_rounds_are_not_judged_and_only_a_short_run_may_have_them(
+    start: int, end: int, seconds: float, good: bool
+) -> None:
+    verdict = verdicts.throughput([1.8] * start, [1.8] * end, seconds)
+    assert verdict.good == good
+    assert f"not judged: {start} and {end} rounds" in verdict.said
 
 
 def test_rounds_that_load_less_at_the_end_are_told() -> None:

@@ -24,6 +24,8 @@ THROUGHPUT_DOUBT_MAX: Final = 0.10
 HITS_LOSS_MAX: Final = 0.02
 ROUNDS_MIN: Final = 6
 """Fewer at either end say nothing about throughput."""
+THROUGHPUT_SECONDS_MIN: Final = 480.0
+"""A shorter run has no time for as many."""
 RESAMPLES: Final = 1000
 PAIRS_MAX: Final = 20_000
 
@@ -118,7 +120,7 @@ def bounded(name: str, samples: Sequence[Sample], limit: float) -> Verdict:
     return Verdict(name, values[-1] <= limit, said)
 
 
-def throughput(start: Sequence[float], end: Sequence[float]) -> Verdict:
+def throughput(start: Sequence[float], end: Sequence[float], seconds: float) -> Verdict:
     """Whether the speed at the end is within 5% of the start's, and a loss of 10% out of question.
 
     The first is asked of the estimate, the second of its 95% bootstrap interval.
@@ -126,12 +128,14 @@ def throughput(start: Sequence[float], end: Sequence[float]) -> Verdict:
     Args:
         start: rounds at the start, each the speed of kvlake as a multiple of the reference's.
         end: rounds at the end.
+        seconds: of the whole run. Only a short one may have too few, and then from its start on.
     """
     name = "throughput"
     if min(len(start), len(end)) < ROUNDS_MIN:
         counts = f"{len(start)} and {len(end)} rounds"
         said = f"not judged: {counts}, and fewer than {ROUNDS_MIN} tell nothing"
-        return Verdict(name, True, said)
+        short = seconds < THROUGHPUT_SECONDS_MIN and len(start) < ROUNDS_MIN
+        return Verdict(name, short, said)
     before, after = [math.log(one) for one in start], [math.log(one) for one in end]
     chooser = random.Random(0)
     shifts = sorted(

@@ -76,6 +76,8 @@ class World:
         self._engines = 0
         self._started: list[EngineProcess] = []
         self.sidecar_lives = 0
+        self.sidecar_exit: int | None = None
+        """Exit code of the last one, once all has ended."""
 
     # --- sidecar ---------------------------------------------------------------------------
 
@@ -189,7 +191,7 @@ class World:
 
         async def become() -> None:
             # What it was asked is of no interest here, and would be kept for half an hour.
-            self._proxy.requests.clear()
+            self._proxy.exchanges.clear()
             await self._proxy.become(fault, times=times)
 
         self._portal.call(become)
@@ -202,8 +204,9 @@ class World:
                 stack.callback(engine.stop)
 
     def _end_sidecar(self) -> None:
-        if self.sidecar.process is not None and self.sidecar.process.poll() is None:
-            self.sidecar.drain()
+        if self.sidecar.process is not None:
+            ended = self.sidecar.process.poll()
+            self.sidecar_exit = self.sidecar.drain() if ended is None else ended
         self.sidecar.remove_pool()
 
     def clean(self) -> None:
