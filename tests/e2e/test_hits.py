@@ -302,7 +302,10 @@ def test_hits_of_several_requests_at_once(engine: EngineProcess, sidecar: Sideca
 def test_every_prompt_token_was_counted_once(
     engine: EngineProcess, sidecar: SidecarProcess
 ) -> None:
-    """Over all requests before, by its source or by why it was computed."""
+    """Over all requests so far, by its source or by why it was computed."""
+    call = Call(words(600, 98))
+    own_hit(engine, call, before=[call])
+    external_hit(engine, call, before=[call])
     name = "vllm:kvlake_prompt_tokens"
     assert engine.counter(name) == engine.counter("vllm:prompt_tokens") > 0
     for outcome in ("local", "host", "computed"):

@@ -286,9 +286,15 @@ class TestFirstCluster:
 
     @pytest.mark.promise("prompt-match")
     def test_a_prompt_is_looked_up_by_its_text(self, first: Machine) -> None:
-        found = first.looked_up(f"{PREFIX} w12")
-        assert (found["found_tokens"], found["runs"][0]["where"]) == (1024, "host")
-        words = PREFIX.split()
+        words = [f"w{i * 13 % 3800}" for i in range(1024)]
+        prompt = " ".join([*words, "w12"])
+        first.complete(prompt)
+        first.wait(
+            "its chunks are stored",
+            lambda: first.looked_up(prompt)["found_tokens"] == 1024,
+            WAIT_SECONDS_MAX,
+        )
+        assert first.looked_up(prompt)["runs"][0]["where"] == "host"
         words[600] = "w13"
         changed = first.looked_up(" ".join(words))
         assert (changed["found_tokens"], changed["differs_at"]) == (512, 600)
