@@ -114,6 +114,7 @@ class TestLoads:
         assert engine.computed["a"] == len(PROMPT)
         engine.check_idle()
 
+    @pytest.mark.promise("abort")
     def test_aborted_meanwhile(self, engine: Engine) -> None:
         request = self.start(engine)
         stored = dict(engine.sidecar.parts)

@@ -131,6 +131,7 @@ class TestLoadsWhileARequestWaits:
         assert record.tokens[PromptOutcome.OTHER] == OFFERED
         engine.check_idle()
 
+    @pytest.mark.promise("abort")
     def test_an_aborted_request_stores_nothing(self, make: Callable[..., Engine]) -> None:
         """vLLM counts tokens as computed before the other connector has loaded them."""
         engine = beside(make, waits=True)
@@ -143,6 +144,7 @@ class TestLoadsWhileARequestWaits:
         assert stored_tokens(engine, PROMPT) == 0
         engine.check_idle()
 
+    @pytest.mark.promise("abort")
     def test_preempted_and_then_aborted(self, make: Callable[..., Engine]) -> None:
         """What it computed before does not count for what it waits for now."""
         engine = beside(make)
@@ -241,6 +243,7 @@ class TestLoadsWithinAStep:
         stored_tokens(engine, *(told(request) for request in (*requests, late)))
         engine.check_idle()
 
+    @pytest.mark.promise("abort")
     def test_aborted_while_it_is_computed(self, make: Callable[..., Engine], stages: int) -> None:
         engine = beside(make, fails=True, stages=stages)
         request = engine.add(request_of("a", PROMPT, max_tokens=4))

@@ -217,7 +217,7 @@ def test_reset_of_the_connector_forgets(folder: Path, engine: EngineProcess) -> 
 # --- aborts --------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise("abort", "abort-of-load", "llama")
+@pytest.mark.promise("abort-of-load", "llama")
 def test_aborts_at_any_time_of_a_load(folder: Path, engine: EngineProcess, oracle: Oracle) -> None:
     chooser = random.Random(SEED)
     prompt = oracle.call.prompt
