@@ -7,7 +7,9 @@ what the engine gives for as many cached tokens.
 from __future__ import annotations
 
 import os
+import re
 import signal
+from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import pytest
@@ -111,6 +113,7 @@ FAULTS: Final = [
     *(Fault.SLOW_DOWN, Fault.FORBIDDEN, Fault.TRUNCATE, Fault.WRONG_BYTES),
 ]
 PASSING: Final = [Fault.SLOW_DOWN, Fault.HANG_UP]
+CHUNK_READ: Final = r"^GET .*\.arrow$"
 Prompt = tuple[Oracle, Measured]
 """A prompt that the bucket holds, with what its hit must give."""
 
@@ -245,8 +248,12 @@ class TestUnreliableBucket:
         """One refused request is not a miss."""
         oracle, expected = next(written)
         empty(engine)
-        portal.call(lambda: proxy.become(fault, times=1))
+        before = len(proxy.requests)
+        # A chunk's, and not one of the catalog, which is asked for all the time.
+        portal.call(lambda: proxy.become(fault, times=1, only=CHUNK_READ))
         generation = engine.generate(oracle.call.prompt, cache_salt=expected.salt)
+        asked = Counter(line for line in proxy.requests[before:] if re.search(CHUNK_READ, line))
+        assert sorted(asked.values()) == [*[1] * (chunks_of(TOKENS, chunk_tokens(engine)) - 1), 2]
         assert generation.cached_tokens == TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
         assert same_output(generation, expected.generation)
 
