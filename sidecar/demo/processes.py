@@ -88,19 +88,26 @@ class DemoSidecar:
         return str(self.runtime / self.name / "attach.sock")
 
     def start(self) -> Self:
-        """Start it and wait until it serves. Raises `ProcessFailed`."""
+        """Start it and wait until it serves. Raises `ProcessFailed`.
+
+        It does not run after any exception.
+        """
         reader, writer = os.pipe()
         with self.log_path.open("ab") as log:
             arguments = ["serve", "--config", str(self.config_path)]
             self.process = launch_sidecar(self.program, arguments, writer, log)
         os.close(writer)
-        with os.fdopen(reader, "rb", buffering=0) as pipe:
-            readable, _, _ = select.select([pipe], [], [], WAIT_SECONDS_MAX)
-            line = pipe.readline() if readable else b""
+        try:
+            with os.fdopen(reader, "rb", buffering=0) as pipe:
+                readable, _, _ = select.select([pipe], [], [], WAIT_SECONDS_MAX)
+                line = pipe.readline() if readable else b""
+        except BaseException:
+            # Ctrl-C. `__exit__` does not follow.
+            self.kill()
+            raise
         if not line:
             self.kill()
-            tail = self.log_path.read_text(errors="replace")[-2000:]
-            raise ProcessFailed(f"the sidecar did not start:\n{tail}")
+            raise ProcessFailed(f"the sidecar did not start:\n{self._log_tail()}")
         self.http_url = str(json.loads(line)["http_url"])
         return self
 
@@ -128,10 +135,21 @@ class DemoSidecar:
             time.sleep(0.02)
 
     def drain(self) -> int:
-        """SIGTERM and wait for its end; the exit code."""
+        """SIGTERM and wait for its end; the exit code. Raises `ProcessFailed`.
+
+        It does not run after any exception.
+        """
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(WAIT_SECONDS_MAX)
+        try:
+            return self.process.wait(WAIT_SECONDS_MAX)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            text = f"the sidecar did not end in {WAIT_SECONDS_MAX:g} s and was killed"
+            raise ProcessFailed(f"{text}:\n{self._log_tail()}") from None
+        except BaseException:
+            self.kill()
+            raise
 
     def kill(self) -> None:
         """SIGKILL."""
@@ -140,8 +158,11 @@ class DemoSidecar:
                 self.process.kill()
             self.process.wait(WAIT_SECONDS_MAX)
 
+    def _log_tail(self) -> str:
+        return self.log_path.read_text(errors="replace")[-2000:]
+
     def remove_pool(self) -> None:
-        """After `kill`: remove the pool's file, which the next sidecar of this name would reuse."""
+        """After its end: remove the pool's file, which another of this name would take over."""
         assert self.process is None or self.process.poll() is not None
         for suffix in ("pool", "pool.lock"):
             path = POOLS / f"kvlake-{os.getuid()}-{self.name}.{suffix}"
@@ -150,9 +171,14 @@ class DemoSidecar:
     def __enter__(self) -> Self:
         return self.start() if self.process is None else self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self.process is not None and self.process.poll() is None:
-            self.drain()
+            try:
+                self.drain()
+            except ProcessFailed:
+                # What ends the block says more.
+                if kind is None:
+                    raise
 
 
 def has_s3_server() -> bool:

@@ -69,10 +69,15 @@ def main(options: Options) -> Exit:
             problem = "a scene failed"
     except ProcessFailed as error:
         problem = str(error)
+    except OSError as error:
+        # The status of a sidecar that has ended, or a folder that is full.
+        problem = f"{error}; did a process of the demo end, or is there no space left?"
     except (KeyboardInterrupt, SystemExit):
         # Who ends it does not look for logs.
         shutil.rmtree(folder, ignore_errors=True)
         raise
+    finally:
+        demo.remove_pools()
     if options.json:
         say(json.dumps(dataclasses.asdict(demo.results)))
     if problem:
@@ -137,6 +142,7 @@ class Demo:
         self._other = [chooser.randrange(WORDS) for _ in range(PROMPT_TOKENS)]
         self._oracles: dict[int, Generation] = {}
         self._engines = 0
+        self._sidecars: list[DemoSidecar] = []
 
     def run(self) -> None:
         """All scenes, in order."""
@@ -149,20 +155,20 @@ class Demo:
         self._model = str(write_model(self._folder / "model"))
         self._output.line(f"{'':20}{'TTFT':>10}  {'loaded':>7}  {'logprobs':<9} from")
         store = self._folder_store("store")
-        with self._sidecar("a", store) as sidecar:
+        with self.new_sidecar("a", store) as sidecar:
             with self._engine(sidecar) as engine:
                 self._first_engine(engine, sidecar)
             with self._engine(sidecar) as engine:
                 self._hit("engine_restart_hit", engine)
         # Leaving the block drained it: what was in memory alone is in the folder now.
         with self._shared_store() as shared:
-            with self._sidecar("b", store) as sidecar, self._engine(sidecar) as engine:
+            with self.new_sidecar("b", store) as sidecar, self._engine(sidecar) as engine:
                 sidecar.wait("the store is listed", _listed)
                 self._hit("object_store_hit", engine)
                 sidecar.drain()
                 # The next sidecar has the same sockets, and this engine attaches to it.
                 self._write_to(shared, engine)
-            with self._sidecar("c", shared) as sidecar, self._engine(sidecar) as engine:
+            with self.new_sidecar("c", shared) as sidecar, self._engine(sidecar) as engine:
                 sidecar.wait("the store is listed", _listed)
                 self._hit("other_cluster_hit", engine)
                 self._kill_during_request(engine, sidecar)
@@ -188,7 +194,7 @@ class Demo:
     def _write_to(self, shared: dict[str, Any], engine: DemoEngine) -> None:
         """Compute the prompt in the first cluster, so that its sidecar writes it to the store."""
         self._output.doing("the first cluster computes the prompt and writes it")
-        with self._sidecar("b", shared) as writer:
+        with self.new_sidecar("b", shared) as writer:
             writer.wait("the engine attaches again", lambda status: len(status["sessions"]) == 2)
             engine.reset()
 
@@ -231,7 +237,8 @@ class Demo:
 
     # --- processes -----------------------------------------------------------------------------
 
-    def _sidecar(self, name: str, store: dict[str, Any]) -> DemoSidecar:
+    def new_sidecar(self, name: str, store: dict[str, Any]) -> DemoSidecar:
+        """A sidecar that is not started, whose memory `remove_pools` removes."""
         self._output.doing(f"starting sidecar {name}")
         # The oracle decides what is right here, not the clock: a slow machine may take its time.
         config = {
@@ -239,7 +246,14 @@ class Demo:
             "store": {"refresh_seconds": "200ms", **store},
             "limits": {"lookup_wait": "10s", "load_deadline": "10s"},
         }
-        return DemoSidecar(self._folder / name, config)
+        sidecar = DemoSidecar(self._folder / name, config)
+        self._sidecars.append(sidecar)
+        return sidecar
+
+    def remove_pools(self) -> None:
+        """Remove the memory that sidecars left which did not end by themselves."""
+        for sidecar in self._sidecars:
+            sidecar.remove_pool()
 
     def _shared_store(self) -> AbstractContextManager[dict[str, Any]]:
         """What two clusters share: a bucket, or a folder where no S3 server is installed."""
