@@ -322,6 +322,7 @@ def test_another_version_is_told_so_whatever_else_it_says(version: int) -> None:
     code, message = refused(decode_first, frame)
     assert code == "version"
     assert str(version) in message
+    assert f"protocol version {PROTOCOL_VERSION}; install the same kvlake release" in message
     assert "install the same kvlake release" in message
 
 
