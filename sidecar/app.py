@@ -45,6 +45,7 @@ from sidecar.service.watchdog import SelfChecks, Watchdog
 from sidecar.transport.unix_socket import UnixListener
 from sidecar.transport.zmtp_server import JobSocket
 from tiers.errors import TierError
+from tiers.pool.file import OpenStopped
 from tiers.pool.host_pool import HostPool
 from tiers.redaction import conceal
 from tiers.store.middleware import Metered
@@ -90,6 +91,9 @@ async def serve(
     pa.set_io_thread_count(1)
     conceal(config.secrets())
     async with contextlib.AsyncExitStack() as stack:
+        stop = threading.Event()
+        _handle_stop_signals(lambda: _stop_start(stop, stack))
+        stack.callback(_handle_stop_signals, None)
         watchdog = Watchdog(Notifier())
         stack.callback(watchdog.stop)
         directory = RuntimeDirectory(config.runtime)
@@ -100,17 +104,58 @@ async def serve(
         await http.start()
         stack.push_async_callback(http.stop)
         store = None if config.store is None else open_store(config.store, wrap_store)
-        opening = asyncio.create_task(anyio.to_thread.run_sync(open_pool, config))
+        opening = asyncio.create_task(anyio.to_thread.run_sync(open_pool, config, stop))
         try:
-            await asyncio.shield(opening)
-        finally:
-            # Also after a cancel, for nobody else would remove its file.
+            await asyncio.wait([opening])
+        except BaseException:
+            # Cancelled: nobody else would remove its file.
+            stop.set()
             with anyio.CancelScope(shield=True):
                 await asyncio.wait([opening])
-            pool, restored = opening.result()
-            keep = config.host.after_stop == "keep"
-            stack.enter_context(closing(pool, keep=keep, option=config.option))
-        return await Server(config, directory, pool, restored, store, http, watchdog).run(ready)
+            raise
+        finally:
+            if opening.exception() is None:
+                keep = config.host.after_stop == "keep"
+                stack.enter_context(closing(opening.result()[0], keep=keep, option=config.option))
+        if stop.is_set() and isinstance(opening.exception(), OpenStopped | None):
+            return Exit.OK
+        pool, restored = opening.result()
+        server = Server(config, directory, pool, restored, store, http, watchdog)
+        _handle_stop_signals(server.stopping.set)
+        return await server.run(ready)
+
+
+def _handle_stop_signals(act: Callable[[], None] | None) -> None:
+    """Call `act` at a signal, until the server receives signals itself; None: handle none.
+
+    SIGINT stays with the event loop, which cancels the start.
+    """
+    # In another thread, signals belong to the embedding program.
+    if threading.current_thread() is not threading.main_thread():
+        return
+    loop = asyncio.get_running_loop()
+    for number in STOP_SIGNALS:
+        if number == signal.SIGINT:
+            continue
+        if act is None:
+            loop.remove_signal_handler(number)
+        else:
+            loop.add_signal_handler(number, act)
+
+
+def _stop_start(stop: threading.Event, stack: contextlib.AsyncExitStack) -> None:
+    """Have the pool's opening end, and the process if it does not: a system call may hang."""
+    if stop.is_set():
+        os._exit(Exit.AT_ONCE)
+    _logger.info("stopping before it serves")
+    stop.set()
+    timer = asyncio.get_running_loop().call_later(HANGING_SECONDS_MAX, _abandon_start)
+    stack.callback(timer.cancel)
+
+
+def _abandon_start() -> None:
+    _logger.error("host memory is not made ready: the sidecar ends without it")
+    os._exit(Exit.LOSS)
 
 
 class Server:

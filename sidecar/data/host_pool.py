@@ -17,6 +17,7 @@ bounded, whatever the slots claim, and the claims of many slots go first.
 import contextlib
 import functools
 import logging
+import threading
 import time
 from collections.abc import Generator
 from pathlib import Path
@@ -48,10 +49,13 @@ _SLOTS_PER_BATCH: Final = 1024
 _logger = logging.getLogger("kvlake.server")
 
 
-def open_pool(config: Config) -> tuple[HostPool, tuple[RestoredSlot, ...]]:
+def open_pool(
+    config: Config, stop: threading.Event | None = None
+) -> tuple[HostPool, tuple[RestoredSlot, ...]]:
     """Open the pool of this sidecar's name. Returns it with what an earlier process left in it.
 
-    Raises `StartError`. New memory is touched, which takes time; a takeover less than a second.
+    Raises `StartError`, and `OpenStopped` if `stop` is set before the memory is ready. New memory
+    is touched, which takes time; a takeover less than a second.
     """
     path = config.pool_path
     began = time.monotonic()
@@ -62,6 +66,7 @@ def open_pool(config: Config) -> tuple[HostPool, tuple[RestoredSlot, ...]]:
             prefault=config.host.prefault,
             threads=config.host.touching_threads,
             placement=Placement.of(config.host.numa),
+            stop=stop,
         )
     _log_placement(pool)
     if pool.emptied:

@@ -341,7 +341,7 @@ def test_a_rate_at_which_requests_would_never_be_sent_in_time_is_refused() -> No
     """Each would wait for its turn until its deadline, and so would the next."""
     store = "store: {{url: 'file:///tmp/b', requests_per_second_max: 2, reads_inflight_max: {}}}"
     assert loads(store.format(56)).store
-    with pytest.raises(ConfigError, match="requests_per_second_max=2: only 60 .*the last of 61 "):
+    with pytest.raises(ConfigError, match=r"requests_per_second_max=2: only 60 .*the last of 61 "):
         loads(store.format(57))
 
 

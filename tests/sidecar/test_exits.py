@@ -95,9 +95,9 @@ def test_a_hangup_while_it_starts_does_not_end_it(short_directory: Path) -> None
         from tests import places
         open_pool = places.find("open_pool").value
 
-        def hung_up(config):
+        def hung_up(config, stop):
             os.kill(os.getpid(), signal.SIGHUP)
-            return open_pool(config)
+            return open_pool(config, stop)
 
         places.replace("open_pool", hung_up)
     """
@@ -105,6 +105,63 @@ def test_a_hangup_while_it_starts_does_not_end_it(short_directory: Path) -> None
     assert json.loads(one.told)["attach"]
     one.process.send_signal(signal.SIGTERM)
     assert one.end()[0] == Exit.OK
+
+
+def signalled(place: str, more: str = "pass") -> str:
+    """Has the sidecar signal itself while its pool is opened, or filled, and then do `more`."""
+    return f"""
+        import os, signal, time
+        from tests import places
+        open_pool, populate = places.find("open_pool").value, places.find("populate").value
+
+        def opened(config, stop):
+            def signal_once():
+                if not stop.is_set():
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    assert stop.wait(60)
+                    {more}
+
+            def filled(piece, **options):
+                signal_once()
+                return populate(piece, **options)
+
+            if {place == "fill"}:
+                places.replace("populate", filled)
+            else:
+                signal_once()
+            return open_pool(config, stop)
+
+        places.replace("open_pool", opened)
+    """
+
+
+@pytest.mark.parametrize("place", ["fill", "open"])
+def test_a_stop_while_memory_is_made_ready_leaves_none(short_directory: Path, place: str) -> None:
+    config = config_of(short_directory, host={"size": "200MiB", "prefault": place == "fill"})
+    one = Process(config, signalled(place))
+    code, errors = one.end()
+    assert (code, one.told) == (Exit.OK, ""), errors
+    assert "stopping before it serves" in errors
+    assert list((short_directory / "pool").iterdir()) == []
+    assert not (short_directory / "run" / "default" / "attach.sock").exists()
+
+
+def test_a_second_signal_ends_a_start_at_once(short_directory: Path) -> None:
+    more = "os.kill(os.getpid(), signal.SIGTERM); time.sleep(600)"
+    assert Process(config_of(short_directory), signalled("fill", more)).end()[0] == Exit.AT_ONCE
+
+
+def test_a_start_that_hangs_does_not_outlive_its_stop(short_directory: Path) -> None:
+    hang = "time.sleep(600)"
+    patch = (
+        signalled("fill", hang)
+        + """
+        places.replace("HANGING_SECONDS_MAX", 0.2)
+    """
+    )
+    code, errors = Process(config_of(short_directory), patch).end()
+    assert code == Exit.LOSS
+    assert "host memory is not made ready: the sidecar ends without it" in errors
 
 
 @pytest.mark.parametrize("what", ["port", "lock", "pool", "room", "directory"])

@@ -305,11 +305,11 @@ async def test_a_start_that_is_cancelled_leaves_no_pool(
     """As Ctrl-C does. The pool that was being made had nobody to remove it."""
     begun, ended = threading.Event(), threading.Event()
 
-    def slow(config: Config) -> object:
+    def slow(config: Config, stop: threading.Event) -> object:
         begun.set()
         time.sleep(0.05)
         try:
-            return open_pool(config)
+            return open_pool(config, stop)
         finally:
             ended.set()
 

@@ -12,6 +12,7 @@ import errno
 import mmap
 import os
 import stat
+import threading
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -51,6 +52,10 @@ PREFAULT_PIECE_BYTES: Final = 64 << 20
 _FILE_FLAGS: Final = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
+class OpenStopped(Exception):
+    """A pool was not opened, because its caller stopped that. Its new file is removed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Backing:
     """How the pages of a pool are allocated."""
@@ -59,17 +64,27 @@ class Backing:
     """Map the pages of a new file, too."""
     threads: int
     placement: Placement
+    stop: threading.Event | None = None
+    """Once it is set, no more of a new file is populated."""
 
     def populate(self, memory: Bytes) -> bool:
-        """Allocate and map every page of `memory`; False if that is not possible."""
+        """Allocate and map every page of `memory`; False if that is not possible.
+
+        Raises `OpenStopped`.
+        """
         starts = range(0, memory.size, PREFAULT_PIECE_BYTES)
         pieces = [memory[start : start + PREFAULT_PIECE_BYTES] for start in starts]
         with self.executor(self.threads) as threads:
             try:
-                return all(threads.map(populate, pieces))
+                return all(threads.map(self._populate_piece, pieces))
             except OSError:
                 threads.shutdown(cancel_futures=True)
                 return False
+
+    def _populate_piece(self, piece: Bytes) -> bool:
+        if self.stop is not None and self.stop.is_set():
+            raise OpenStopped
+        return populate(piece)
 
     def executor(self, count: int) -> ThreadPoolExecutor:
         """New threads that allocate: the placement is a policy of each thread."""

@@ -19,6 +19,7 @@ owner's record beside it is never removed. One thread, except for `populate`.
 
 import contextlib
 import os
+import threading
 from collections.abc import Collection
 from pathlib import Path
 from typing import Final
@@ -94,6 +95,7 @@ class HostPool:
         prefault: bool = True,
         threads: int = 1,
         placement: Placement | None = None,
+        stop: threading.Event | None = None,
     ) -> "HostPool":
         """Become the owner of the pool at `path`, `size_bytes` large.
 
@@ -102,6 +104,7 @@ class HostPool:
         in some `threads` (0.2 to 1.5 s per GiB), instead of at first use; a file that is taken over
         is mapped by `populate`. `placement` has the NUMA nodes for new pages, and is settled here.
 
+        Raises `OpenStopped` soon after `stop` is set while a new file is mapped, and leaves none.
         Raises `PoolError` with the remedy if another process owns it, the file system has no room,
         or the file is not ours.
         """
@@ -110,7 +113,7 @@ class HostPool:
             raise PoolError(f"size_bytes={size_bytes}: a pool has at least {PAGE_BYTES} bytes")
         placement = placement or Placement()
         placement.settle()
-        backing = Backing(prefault, threads, placement)
+        backing = Backing(prefault, threads, placement, stop)
         lock_path = lock_path_of(path)
         lock_fd = take_lock(lock_path)
         try:
