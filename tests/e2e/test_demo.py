@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from sidecar.cli import main
+from sidecar.demo.processes import DemoSidecar
 from tests import places
 
 pytestmark = [pytest.mark.engine, pytest.mark.promise("connector", "suite-commands")]
@@ -31,7 +33,7 @@ SCENES = [
 ]
 
 
-def demo(folder: Path) -> subprocess.Popen[str]:
+def started(folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *places.program(), "demo", "--json"],
         stdin=subprocess.DEVNULL,
@@ -42,22 +44,49 @@ def demo(folder: Path) -> subprocess.Popen[str]:
     )
 
 
+ERROR_LINE = re.compile(r"\b(ERROR|CRITICAL)\b|^Traceback")
+Ends = list[tuple[str, int, list[str]]]
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> Ends:
+    """Each sidecar of the demo that was drained: its name, exit code, and errors in its log."""
+    found: Ends = []
+    drain = DemoSidecar.drain
+
+    def drained(sidecar: DemoSidecar) -> int:
+        code = drain(sidecar)
+        lines = sidecar.log_path.read_text().splitlines()
+        errors = [line for line in lines if ERROR_LINE.search(line)]
+        found.append((sidecar.folder.name, code, errors))
+        return code
+
+    monkeypatch.setattr(DemoSidecar, "drain", drained)
+    return found
+
+
 @pytest.mark.parametrize("s3", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_every_scene_is_right(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], s3: bool
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    ends: Ends,
+    s3: bool,
 ) -> None:
     """In this process, so that its engines start warm. With an S3 server installed, and without."""
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     places.patch(monkeypatch, "has_s3_server", lambda: s3)
     assert main(["demo", "--json"]) == 0
     check(json.loads(capsys.readouterr().out))
+    # The third one is killed.
+    assert ends == [("a", 0, []), ("b", 0, []), ("b", 0, [])]
     assert not list(folder.glob("kvlake-demo-*")), "its folder is removed where nothing failed"
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_json_is_the_only_output_of_the_command(folder: Path) -> None:
-    with demo(folder) as process:
+    with started(folder) as process:
         output, errors = process.communicate()
     assert process.returncode == 0, errors[-3000:]
     lines = output.splitlines()
@@ -68,7 +97,7 @@ def test_json_is_the_only_output_of_the_command(folder: Path) -> None:
 
 
 def test_told_to_end_it_takes_all_with_it(folder: Path) -> None:
-    with demo(folder) as process:
+    with started(folder) as process:
         # A server, a sidecar and an engine run by then.
         deadline = time.monotonic() + START_SECONDS_MAX
         while not list(folder.glob("kvlake-demo-*/engine-1.log")):
