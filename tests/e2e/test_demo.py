@@ -16,6 +16,7 @@ import pytest
 
 from sidecar.cli import main
 from sidecar.demo.processes import DemoSidecar
+from sidecar.demo.scenes import Demo, Output
 from tests import places
 
 pytestmark = [pytest.mark.engine, pytest.mark.promise("connector", "suite-commands")]
@@ -81,6 +82,34 @@ def test_every_scene_is_right(
     # The third one is killed.
     assert ends == [("a", 0, []), ("b", 0, []), ("b", 0, [])]
     assert not list(folder.glob("kvlake-demo-*")), "its folder is removed where nothing failed"
+
+
+class Enough(Exception):
+    """The scene that a test is about is over."""
+
+
+class UntilHostHit(Output):
+    """Ends the demo once it has told of this scene."""
+
+    def line(self, text: str) -> None:
+        if text.startswith("host_hit"):
+            raise Enough
+
+
+def test_a_load_that_copies_nothing_is_noticed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that is not poisoned has what the hit needs: `loading_nothing.py` sees to it."""
+    monkeypatch.setattr(DemoSidecar, "program", ("-m", "tests.e2e.loading_nothing"))
+    place = folder / "nothing"
+    place.mkdir()
+    demo = Demo(place, UntilHostHit(quiet=True))
+    with pytest.raises(Enough):
+        demo.run()
+    found = demo.results
+    assert found.tokens_loaded == {"cold": 0, "engine_prefix_hit": 0, "host_hit": 2976}
+    assert found.logprobs_equal == {"cold": True, "engine_prefix_hit": True, "host_hit": False}
+    assert not found.good
 
 
 @pytest.mark.nightly
