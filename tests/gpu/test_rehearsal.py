@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,22 @@ def test_rehearsal_of_a_whole_engine_on_cpus(tmp_path: Path) -> None:
     command += ["--layouts", "llama", "--limit", "800", "--out", str(tmp_path)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:]
+
+
+@pytest.mark.parametrize(("kept", "least", "good"), [(2, 2, True), (1, 2, False), (0, 1, False)])
+def test_a_hit_must_leave_its_blocks_in_the_memory_of_each_worker(
+    kept: int, least: int, good: bool
+) -> None:
+    pytest.importorskip("vllm")
+    from tests.e2e.arms import Measured
+    from tests.gpu.real.whole_engine import Wrong, check_loaded
+    from tests.harness.engine import Generation
+
+    nothing = Generation([], [], 64, 0.0, 0.0, None)
+    oracle = Measured(nothing, [Counter("abc"), Counter("abc")], "")
+    found = Measured(nothing, [Counter("abc"), Counter("abc"[:kept] + "xyz")], "")
+    with nullcontext() if good else pytest.raises(Wrong, match=f"{kept} blocks .* not {least}"):
+        check_loaded("a hit", found, oracle, least)
 
 
 @pytest.mark.slow
