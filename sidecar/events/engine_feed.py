@@ -7,8 +7,9 @@ name the owner, and "all blocks cleared" becomes the removal of each. Does not o
 
 Invariants:
 
-* A replay of everything the engine still has is requested at once, and again, with growing pauses,
-  where it does not answer in time: so the blocks of an idle engine are known.
+* A replay of everything the engine still has is requested at once, and of what is new again and
+  again, with growing pauses: so the blocks of an idle engine are known, also those of batches that
+  were lost before the subscription had effect.
 * Batches are applied in the order of their numbers, each once. Where one is missing and is not
   replayed within `REPLAY_SECONDS_MAX`, all of the engine's blocks are dropped: a subscriber may
   know too few blocks, never one that is long gone.
@@ -57,7 +58,7 @@ WAITING_BYTES_MAX: Final = 64 << 20
 """Batches received during a replay. Beyond this, the replay is abandoned."""
 REPLAY_SECONDS_MAX: Final = 5.0
 PAUSE_SECONDS: Final = 5.0
-"""Pause before an engine that did not answer is asked again. Doubles, up to the next constant."""
+"""Pause before an engine is asked again. Doubles, up to the next constant."""
 PAUSE_SECONDS_MAX: Final = 300.0
 
 _logger = logging.getLogger("kvlake.events")
@@ -120,17 +121,21 @@ class EngineFeed:
 
     def _replied(self, sequence: bytes, payload: bytes) -> None:
         if sequence == END_OF_REPLAY:
-            self._pause_seconds = PAUSE_SECONDS
             self._end_replay()
+            self._ask_later()
         elif self._replaying is not None:
             self._apply(number_of(sequence), payload)
 
     def _receive(self, sequence: bytes, payload: bytes) -> None:
         number = number_of(sequence)
-        waits = self._replaying is not None
-        if not waits and not (number > self._last + 1 and self._try_request()):
+        if number <= self._last + 1 and not self._waiting:
             self._apply(number, payload)
             return
+        if self._replaying is None:
+            self._pause_seconds = PAUSE_SECONDS
+            if not self._try_request():
+                self._apply(number, payload)
+                return
         self._waiting.append((number, payload))
         self._waiting_bytes += len(payload)
         if len(self._waiting) > BATCHES_WAITING_MAX or self._waiting_bytes > WAITING_BYTES_MAX:
@@ -143,19 +148,20 @@ class EngineFeed:
         except zmq.ZMQError as error:
             about = fields(owner=self.blocks.owner, error=error)
             _logger.warning("missing batches of an engine cannot be requested", extra=about)
+            self._ask_later()
         return self._replaying is not None
 
     def _request(self) -> None:
         """Request all batches after the last one, if the engine has a replay socket."""
         if not self._replay_endpoint:
             return
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
         if self._dealer is None:
             self._dealer = self._connect(zmq.DEALER, self._replay_endpoint, self._replied)
         self._dealer.send_multipart((b"", number_frame(self._last + 1)), zmq.NOBLOCK)
         self._replaying = self._loop.call_later(REPLAY_SECONDS_MAX, self._abandon_replay)
-        if self._again is not None:
-            self._again.cancel()
-            self._again = None
         self._readers[self._dealer].check()
 
     def _abandon_replay(self) -> None:
@@ -163,10 +169,12 @@ class EngineFeed:
         if self._dealer is not None:
             self._disconnect(self._dealer)
             self._dealer = None
-        idle = not self._waiting
         self._end_replay()
-        if idle and self._replaying is None:
-            # Without new batches no gap would be noticed.
+        self._ask_later()
+
+    def _ask_later(self) -> None:
+        # Without new batches no gap would be noticed.
+        if self._replaying is None and self._again is None:
             self._again = self._loop.call_later(self._pause_seconds, self._try_request)
             self._pause_seconds = min(2 * self._pause_seconds, PAUSE_SECONDS_MAX)
 

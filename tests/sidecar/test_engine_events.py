@@ -194,6 +194,65 @@ def test_an_idle_engine_that_answers_late_is_asked_again(
             assert follower.names("GPU") == {1, 2}
 
 
+def test_a_batch_that_the_subscription_missed_is_found_though_nothing_follows(
+    short_directory: Path, monkeypatch: pytest.MonkeyPatch, subscribe: Callable[..., Subscriber]
+) -> None:
+    """Published after the first replay, and before the subscription had effect."""
+    places.patch(monkeypatch, "PAUSE_SECONDS", 0.1)
+    attach = {
+        "events_endpoint": f"ipc://{short_directory}/engine",
+        "events_replay": f"ipc://{short_directory}/again",
+    }
+    batches = [
+        msgspec.msgpack.encode(kv_events.KVEventBatch(ts=0.0, events=[stored(name)]))
+        for name in (1, 2)
+    ]
+    # Its PUB socket is not bound, so that nothing else tells of the second one.
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as engine:
+        engine.bind(attach["events_replay"])
+        with (
+            RunningSidecar(with_events(short_directory)) as sidecar,
+            Scheduler(sidecar.path, **attach),
+        ):
+            for number, batch in enumerate(batches):
+                asker, *asked = engine.recv_multipart()
+                assert asked == [b"", kvevents.number_frame(number)]
+                engine.send_multipart((asker, b"", b"", kvevents.number_frame(number), batch))
+                engine.send_multipart((asker, b"", b"", kvevents.END_OF_REPLAY, b""))
+            follower = subscribe(sidecar)
+            follower.recover()
+            follower.until_equal({"GPU": {1, 2}})
+            assert sidecar.status()["events"]["engines"][0]["gaps"] == 0
+
+
+def test_what_follows_the_last_batch_waits_for_no_replay(
+    short_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places.patch(monkeypatch, "REPLAY_SECONDS_MAX", 3600.0)
+    batch = msgspec.msgpack.encode(kv_events.KVEventBatch(ts=0.0, events=[stored(1, 2)]))
+    attach = {
+        "events_endpoint": f"ipc://{short_directory}/engine",
+        "events_replay": f"ipc://{short_directory}/again",
+    }
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.ROUTER) as silent,
+        context.socket(zmq.XPUB) as engine,
+    ):
+        silent.bind(attach["events_replay"])
+        engine.bind(attach["events_endpoint"])
+        with (
+            RunningSidecar(with_events(short_directory)) as sidecar,
+            Scheduler(sidecar.path, **attach),
+        ):
+            assert engine.recv() == b"\1", "it subscribes"
+            engine.send_multipart((b"", kvevents.number_frame(0), batch))
+            sidecar.wait_until(
+                lambda status: [one["blocks"] for one in status["events"]["engines"]] == [2]
+            )
+        silent.close(linger=0)
+
+
 def test_what_comes_while_a_replay_does_not_is_bounded_in_bytes(
     short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,7 +275,8 @@ def test_what_comes_while_a_replay_does_not_is_bounded_in_bytes(
             RunningSidecar(with_events(short_directory)) as sidecar,
             Scheduler(sidecar.path, **attach),
         ):
-            number = 0
+            # With a gap: what follows the last one need not wait.
+            number = 5
             while [one["blocks"] for one in sidecar.status()["events"]["engines"]] != [2]:
                 engine.send_multipart((b"", kvevents.number_frame(number), batch))
                 number += 1
