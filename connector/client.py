@@ -57,6 +57,9 @@ logger = logging.getLogger("vllm.kvlake")
 REPLY_SECONDS_MAX: Final = 5.0
 MESSAGES_PER_POLL_MAX: Final = 256
 SEND_QUEUE_MESSAGES_MAX: Final = 1_000
+RECONNECT_MS: Final = 2_000
+"""A dealer of a sidecar that has ended tries to connect until the engine's next step, and another
+sidecar at that path refuses it each time."""
 RECEIVE_QUEUE_MESSAGES_MAX: Final = 10_000
 """Bounds the events of other engines that arrive while this one is idle and does not poll."""
 NOTICE_RETRY_SECONDS: Final = 1.0
@@ -81,8 +84,8 @@ class SidecarSession:
     """The context of its `Attempt`: a worker's fence page."""
     wants_events: bool = False
     dead: bool = False
-    moved: deque[IndexReader] = field(default_factory=deque[IndexReader])
-    """Newer indexes that the engine's thread has not taken yet."""
+    moved: deque[IndexReader] = field(default_factory=lambda: deque[IndexReader](maxlen=1))
+    """The newest index, until the engine's thread takes it: it may be idle for hours."""
 
     def holds(self, keys: Sequence[bytes]) -> npt.NDArray[np.uint8]:
         """Which tiers hold each chunk, as `tiers.kv.index` has it; of a scheduler's session."""
@@ -280,6 +283,7 @@ class Client:
             dealer = self._dealer = self._context.socket(zmq.DEALER)
             dealer.setsockopt(zmq.IDENTITY, session.token)
             dealer.setsockopt(zmq.LINGER, 0)
+            dealer.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
             dealer.setsockopt(zmq.SNDHWM, SEND_QUEUE_MESSAGES_MAX)
             dealer.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE_MESSAGES_MAX)
             dealer.connect(session.endpoint)
@@ -288,6 +292,12 @@ class Client:
             session.dead = True
             self._close_dealer()
             text = "no job socket at %s (%s); serving without the cache until the sidecar restarts"
+            if isinstance(error, zmq.ZMQError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                # That passes, so the thread is to attach again.
+                text = "no job socket at %s (%s); serving without the cache until there is one"
+                if (connection := self._connection) is not None:
+                    with contextlib.suppress(OSError):
+                        connection.shutdown(socket.SHUT_RDWR)
             self._log(logging.ERROR, text, session.endpoint, error)
 
     def _close_dealer(self) -> None:
@@ -353,11 +363,15 @@ class Client:
         )
 
     def _index_moved(self, session: SidecarSession, moved: AttachReply, fds: list[int]) -> None:
-        if isinstance(moved, IndexMoved) and len(fds) == 1 and moved.epoch == session.epoch:
-            session.moved.append(IndexReader(fds[0], moved.index_bytes))
-        else:
+        if not isinstance(moved, IndexMoved) or moved.epoch != session.epoch:
             self.answers_stale += isinstance(moved, IndexMoved)
             _close_all(fds)
+        elif len(fds) == 1:
+            session.moved.append(IndexReader(fds[0], moved.index_bytes))
+        else:
+            # The kernel drops a descriptor beyond the limit. The index before is not written.
+            _close_all(fds)
+            raise ConnectionError("a new index came without its descriptor: is RLIMIT_NOFILE met?")
 
     @staticmethod
     def _receive(connection: socket.socket) -> tuple[AttachReply, list[int]]:

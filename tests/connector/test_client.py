@@ -11,6 +11,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -255,6 +256,41 @@ class TestIndexMoved:
         until(found, "the entry of the newest index")
         small.close()
         large.close()
+
+    def test_an_idle_engine_keeps_the_newest_alone(
+        self, sidecar: Sidecar, make_client: Callable[..., Client]
+    ) -> None:
+        client = make_client()
+        peer, _ = sidecar.admit()
+        session = live(client)
+        before = mapped_indexes()
+        indexes = [IndexWriter(512 << power) for power in range(4)]
+        own = mapped_indexes() - before
+        indexes[-1].set(tag_of(KEY, SALT), FLAG_HOST)
+        for index in indexes:
+            peer.reply(frame_stream(encode(IndexMoved(7, index.size_bytes))), (index.fd,))
+        until(
+            lambda: bool(session.moved) and bool(session.moved[-1].lookup(tags_of([KEY], SALT))[0]),
+            "the newest index",
+        )
+        assert mapped_indexes() == before + own + 1
+        for index in indexes:
+            index.close()
+
+    def test_one_without_its_descriptor_ends_the_session(
+        self, sidecar: Sidecar, make_client: Callable[..., Client]
+    ) -> None:
+        """As the kernel delivers it where no more files may be open."""
+        client = make_client()
+        peer, _ = sidecar.admit()
+        first = live(client)
+        peer.reply(frame_stream(encode(IndexMoved(7, sidecar.index.size_bytes))))
+        sidecar.admit()
+        until(lambda: client.session not in (None, first), "another session")
+
+
+def mapped_indexes() -> int:
+    return sum("kvlake-index" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
 class TestClose:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from typing import Any
 
@@ -152,3 +153,37 @@ class TestJobs:
         assert client.session is None
         assert client.session is None
         assert client.poll() == []
+
+    def test_a_passing_lack_of_descriptors_is_no_end(
+        self, sidecar: Sidecar, make_client: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        client = make_client()
+        made = zmq.Context.socket
+
+        def full(context: Any, kind: int) -> Any:
+            monkeypatch.setattr(zmq.Context, "socket", made)
+            raise zmq.ZMQError(errno.EMFILE)
+
+        monkeypatch.setattr(zmq.Context, "socket", full)
+        sidecar.admit()
+        assert client.wait_attached(WAIT_SECONDS_MAX)
+        assert client.session is None
+        sidecar.admit()
+        assert client.send(live(client), Release(7, [1], []))
+
+    def test_a_dealer_of_a_sidecar_that_ended_does_not_connect_all_the_time(
+        self, sidecar: Sidecar, make_client: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """An idle engine closes it with its next step only. ZMQ's default is ten times a second."""
+        client = make_client()
+        made, dealers = zmq.Context.socket, list[Any]()
+
+        def noted(context: Any, kind: int) -> Any:
+            dealers.append(made(context, kind))
+            return dealers[-1]
+
+        monkeypatch.setattr(zmq.Context, "socket", noted)
+        sidecar.admit()
+        live(client)
+        [dealer] = dealers
+        assert dealer.getsockopt(zmq.RECONNECT_IVL) >= 1000
