@@ -66,6 +66,7 @@ def config_of(
             pooler_config=None,
             is_diffusion=False,
             enable_sleep_mode=False,
+            enable_cumem_allocator=False,
             model="org/model",
             served_model_name="org/model",
             revision=revision,

@@ -62,7 +62,7 @@ SELF_TESTED = {
     "cuMemcpyBatchAsync",
 }  # fmt: skip
 """The first of these is made by the self-test, which gives up a way to copy and says why."""
-NOT_MADE = {"cuDeviceGetName", "cuGetProcAddress"}
+NOT_MADE = {"cuDeviceGetName", "cuDriverGetVersion", "cuGetProcAddress"}
 """By a doctor, and by a process that looks its functions up."""
 SURVIVED = {("cuIpcGetMemHandle", 1), ("cuMemHostUnregister", 0), ("cuMemHostUnregister", 1)}
 """By memory that is shared as a descriptor, and by a page that stays."""
