@@ -125,7 +125,8 @@ class HostTier:
 
     def expected_hit_ratios(self) -> dict[float, float]:
         """Which part of the chunks of prompts an LRU would find, by multiple of this memory."""
-        used_bytes = self.slots.size_bytes - self.slots.free_bytes()
+        unclaimed_bytes = self.restored_slots.num_bytes
+        used_bytes = self.slots.size_bytes - self.slots.free_bytes() - unclaimed_bytes
         chunks = self._directory.chunks_in_host
         if not chunks:
             return {}

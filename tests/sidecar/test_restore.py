@@ -286,6 +286,23 @@ def test_unclaimed_slots_make_room_first() -> None:
     assert world.in_host() == {(0, key(3)), *((1, key(number)) for number in (1, 2, 3))}
 
 
+def test_what_other_sizes_would_bring_is_reckoned_without_what_nobody_claimed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three slots are full, and two of those have chunks of a model that did not come back."""
+    world = no_writes(slabs=8, slab_slots=1)
+    world.stored(world.open(Role.WORKER), 1, [1])
+    world.stored(world.open(Role.WORKER, realm_id=1), 1, [2, 3])
+    world.restart(StrictLRU())
+    world.open(Role.WORKER)
+    host = world.engine.host
+    assert len(host.restored_slots) == 2
+    capacities: list[float] = []
+    monkeypatch.setattr(host.orders, "expected_hit_ratios", capacities.append)
+    host.expected_hit_ratios()
+    assert capacities == [8.0]
+
+
 def test_slabs_of_another_class_are_emptied() -> None:
     world, _ = holding(6, slabs=2, slab_slots=3)
     world.restart(StrictLRU())
