@@ -168,7 +168,7 @@ class HitFinder:
             if flag & FLAG_HOST:
                 reason = gap or self._other_gap(state, session, begin_tokens)
             elif flag & ANYWHERE:
-                reason = state.store_reason
+                reason = gap or state.store_reason
             else:
                 reason = GONE.get(flag, PromptOutcome.NEW)
             if reason is PromptOutcome.NEW:

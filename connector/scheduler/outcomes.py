@@ -132,7 +132,11 @@ class PromptTokens:
             late = state.late if state is not None and PromptOutcome.LATE in tokens else (0.0, 0.0)
             local, loaded = tokens.get(PromptOutcome.LOCAL, 0), _loaded(tokens)
             lookup_us, read_us, load_us = (int(each * 1e6) for each in seconds)
-            saved = int(self._times.seconds(local, loaded) * 1e6) if loaded else 0
+            # What another engine computed for this very request is not saved. It counts there what
+            # it loaded itself.
+            handed = 0 if state is None else state.request_params.expects_tokens
+            begin, end = max(local, handed), local + loaded
+            saved = int(self._times.seconds(begin, end - begin) * 1e6) if begin < end else 0
             missed = prompt.missed
             name: str = prompt.request.request_id[:REQUEST_ID_CHARACTERS_MAX]
             if not name.isprintable():

@@ -339,10 +339,11 @@ class SchedulerRole:
         prefills = [name for name, count in scheduled.items() if count > DECODE_TOKENS_MAX]
         known = [(self.requests.get(name), scheduled[name]) for name in prefills]
         work = [(one.request.num_computed_tokens, count) for one, count in known if one is not None]
+        generating = len(scheduled) - len(prefills)
         if len(work) < len(known):
             # How far a prompt is that is not cached is not known, so the step says nothing.
-            work = []
-        self.pending.times.planned(self.clock(), work)
+            work, generating = [], 0
+        self.pending.times.planned(self.clock(), work, generating=generating)
         self.prefix_cache.step()
         self.planner.step(scheduled, block_ids_of, states)
         plan, self.plan = self.plan, StepPlan()

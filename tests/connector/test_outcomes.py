@@ -184,6 +184,19 @@ def demoted(engine: Engine, first: int = 0) -> None:
 
 
 @pytest.mark.parametrize(
+    ("gone", "reason"),
+    [(GONE_EVICTED, PromptOutcome.EVICTED), (0, PromptOutcome.NEW)],
+)
+def test_chunks_of_the_store_behind_one_that_left(
+    engine: Engine, gone: int, reason: PromptOutcome
+) -> None:
+    """The store would have had them, and they are of no use without it."""
+    demoted(engine, first=1)
+    engine.sidecar.evict(chain_of(engine, PROMPT).keys[0], gone)
+    assert outcomes(engine, prompt()) == {reason: CACHED, PromptOutcome.TAIL: REST}
+
+
+@pytest.mark.parametrize(
     ("outcome", "reason"),
     [
         (Outcome.EXPIRED, PromptOutcome.LATE),
@@ -409,6 +422,23 @@ def test_the_record_of_another_engine_that_was_late(engine: Engine) -> None:
     record = records(engine)[-1]
     assert (record.late_us, record.late_limit_us) == (2_000_000, 1_000_000)
     assert record.missed_reason is PromptOutcome.LATE
+
+
+@pytest.mark.parametrize(
+    ("handed", "saved_tokens"), [(0, CACHED), (CHUNK_TOKENS, CACHED - CHUNK_TOKENS), (CACHED, 0)]
+)
+def test_what_another_engine_computed_for_this_request_is_not_saved(
+    engine: Engine, handed: int, saved_tokens: int
+) -> None:
+    seen(engine)
+    times = engine.role.pending.times
+    times.planned(engine.clock(), [(0, 1000)])
+    engine.clock.now += 1
+    times.ended(engine.clock())
+    outcomes(engine, prompt(**({"expect_tokens": handed, "wait_seconds": 1} if handed else {})))
+    record = records(engine)[-1]
+    assert record.tokens[PromptOutcome.HOST] == CACHED
+    assert record.saved_us == pytest.approx(1000 * saved_tokens, abs=1)
 
 
 def test_a_wait_that_made_nothing_late_has_no_limit(engine: Engine) -> None:

@@ -36,6 +36,24 @@ def test_steps_that_decode_do_not_count() -> None:
     assert times.seconds(0, 100) == 0.0
 
 
+def test_what_a_step_takes_to_generate_for_others_is_not_the_prompts() -> None:
+    """Short new turns beside many answers, as where most is cached."""
+    times = PrefillTimes()
+    for start in range(0, 3 * STEPS_MAX, 3):
+        times.planned(start, [], generating=64)
+        times.ended(start + 0.9)
+        times.planned(start + 1, [(12_000, 200)], generating=64)
+        times.ended(start + 2)
+    assert times.seconds(12_000, 200) == pytest.approx(0.1)
+    # One that generates nothing beside it is all the prompt's.
+    alone = PrefillTimes()
+    alone.planned(0, [], generating=64)
+    alone.ended(0.9)
+    alone.planned(1, [(0, 200)])
+    alone.ended(2)
+    assert alone.seconds(0, 200) == pytest.approx(1.0)
+
+
 def test_an_idle_engine_is_not_a_slow_one() -> None:
     times = PrefillTimes()
     for start in range(0, 100, 10):
@@ -88,7 +106,7 @@ def test_a_step_with_a_prompt_that_is_not_cached_says_nothing(
     """How far that prompt is is not known."""
     planned: list[Sequence[tuple[int, int]]] = []
     times = engine.role.pending.times
-    monkeypatch.setattr(times, "planned", lambda _, work: planned.append(work))
+    monkeypatch.setattr(times, "planned", lambda _, work, **_others: planned.append(work))
     engine.add(request_of("cached", PROMPT, max_tokens=1))
     engine.step()
     assert planned.pop() == [(0, len(PROMPT))]
