@@ -26,6 +26,7 @@ from sidecar.protocol import (
     ServerMessage,
     StoredEvent,
 )
+from sidecar.protocol.codec import is_local_endpoint
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -174,7 +175,8 @@ def hits_event() -> "KVCacheEvent":
 def events_endpoints(events: Any, data_parallel_rank: int) -> tuple[str, str]:
     """Where a process of this machine subscribes to vLLM's own KV events and asks for replays.
 
-    Empty where vLLM publishes none, or connects to its subscriber instead of binding.
+    Empty where vLLM publishes none, connects to its subscriber instead of binding (it always binds
+    the socket for replays), or takes a port that only it knows.
     """
     from vllm.distributed.kv_events import ZmqEventPublisher
 
@@ -188,7 +190,8 @@ def events_endpoints(events: Any, data_parallel_rank: int) -> tuple[str, str]:
             # vLLM itself refuses such an endpoint for this rank, and logs that.
             place = ""
         place = place.replace("tcp://*:", "tcp://127.0.0.1:").replace("tcp://[::]:", "tcp://[::1]:")
-        bound = place.startswith("ipc:///") or "*" in given or "::" in given
-        places.append(place if bound and not place.endswith(":0") else "")
+        bound = bool(places) or place.startswith("ipc:///") or "*" in given or "::" in given
+        known = is_local_endpoint(place) and not place.endswith(":0")
+        places.append(place if bound and known else "")
     endpoint, replay = places
     return (endpoint, replay) if endpoint else ("", "")

@@ -45,6 +45,7 @@ from connector.request_params import CONNECTOR_ONLY, NOTHING, RequestParams, Req
 from connector.worker import WorkerRole
 from sidecar.protocol import (
     KEYS_PER_MESSAGE_MAX,
+    OFFLOADING,
     PROTOCOL_VERSION,
     Attach,
     Lookup,
@@ -57,8 +58,6 @@ from sidecar.protocol import (
 from tiers.kv.index import FLAG_HOST, FLAG_STORE
 from tiers.kv.keys import NO_PARENT
 
-TOPOLOGY: Final = "offloading"
-"""Chunks hold the parts of all ranks."""
 STAGING_BYTES: Final = 256 * 1024 * 1024
 STAGING_ROWS_MIN: Final = 8
 CARRIED_MAX: Final = 3
@@ -177,7 +176,7 @@ class KVLakeTier(SecondaryTierManager):
             engine_id=str(config.engine_id),
             rank=0,
             world_size=1,
-            topology=TOPOLOGY,
+            topology=OFFLOADING,
             block_tokens=BLOCK_TOKENS,
             blocks_per_chunk=1,
             pid=os.getpid(),

@@ -18,7 +18,8 @@ Invariants:
   equals what subscribers were sent.
 * vLLM may compute a block more than once, keeps each copy, and publishes an event for each: a
   removal is yielded for the last copy only. If vLLM publishes hits with the same events, copies
-  cannot be counted: then the first removal counts.
+  cannot be counted: then the first removal counts. The connector says when that begins; vLLM's own
+  offloading does not tell its tiers.
 """
 
 import asyncio
@@ -47,7 +48,7 @@ from sidecar.events.records import (
     number_of,
 )
 from sidecar.logs import fields
-from sidecar.protocol import HITS_OWNER, TIERS_OWNER, Attach
+from sidecar.protocol import HITS_OWNER, OFFLOADING, TIERS_OWNER, Attach
 
 T = TypeVar("T")
 BLOCKS_MAX: Final = 1 << 20
@@ -74,7 +75,7 @@ class EngineFeed:
     def __init__(
         self, attach: Attach, publish: Callable[[list[CacheEvent], int | None], None]
     ) -> None:
-        self.blocks = EngineBlocks(attach.engine_id)
+        self.blocks = EngineBlocks(attach.engine_id, counts=attach.topology != OFFLOADING)
         self.gaps = 0
         """Times that batches were missing and were not replayed."""
         self._publish = publish
@@ -106,6 +107,9 @@ class EngineFeed:
         sock.setsockopt(zmq.IPV6, int("[" in endpoint))
         if kind == zmq.SUB:
             sock.setsockopt(zmq.SUBSCRIBE, b"")
+        else:
+            # vLLM sends all that it keeps in a row, and its socket drops what does not fit.
+            sock.setsockopt(zmq.RCVHWM, 0)
         sock.connect(endpoint)
 
         def batch(frames: list[bytes]) -> None:
@@ -246,11 +250,12 @@ class _Held(NamedTuple):
 class EngineBlocks:
     """One engine's blocks, by their events."""
 
-    def __init__(self, engine_id: str) -> None:
+    def __init__(self, engine_id: str, *, counts: bool = True) -> None:
         self.owner = f"engine/{engine_id}"
         self.data_parallel_rank: int | None = None
         self._held: dict[_Place, _Held] = {}
-        self._counts = True
+        self._counts = counts
+        """Whether copies are counted: each event of a stored block is one."""
 
     def __len__(self) -> int:
         return len(self._held)

@@ -477,6 +477,8 @@ ServerMessage = Done | LookupDone | Events | Error
 TIERS_OWNER: Final = "kvlake/"
 """Prefix of the tiers' owners in vLLM's KV events. In an engine's own stream such events come from
 the connector, and the sidecar ignores them: it publishes the tiers itself."""
+OFFLOADING: Final = "offloading"
+"""The topology of vLLM's own offloading: chunks hold the parts of all ranks."""
 HITS_OWNER: Final = "kvlake/hits"
 """Owner of an event by which the connector says that vLLM's events include hits from here on."""
 

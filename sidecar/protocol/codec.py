@@ -58,6 +58,11 @@ _LOCAL_ENDPOINT: Final = re.compile(
 )
 
 
+def is_local_endpoint(place: str) -> bool:
+    """Whether the sidecar would follow events there: empty, a Unix socket, or TCP on loopback."""
+    return bool(_LOCAL_ENDPOINT.fullmatch(place.encode()))
+
+
 class ProtocolError(ValueError):
     """A frame that is refused. `code` is stable, for counters and tests."""
 
@@ -203,7 +208,7 @@ def _check_attach(message: Attach) -> None:
     for field in ("events_endpoint", "events_replay"):
         place: str = getattr(message, field)
         rule = "ipc:///PATH of at most 107 bytes, or TCP on loopback"
-        _require(bool(_LOCAL_ENDPOINT.fullmatch(place.encode())), field, place, rule)
+        _require(is_local_endpoint(place), field, place, rule)
     if message.memory is not None:
         _check_memory(message.memory)
 

@@ -1,10 +1,13 @@
-"""Events of the tiers for vLLM's publisher, after any sequence of messages."""
+"""Events of the tiers for vLLM's publisher, after any sequence of messages; and where it is."""
 
 from __future__ import annotations
 
 import random
 
-from connector.events import TierEvents, vllm_events
+import pytest
+from vllm.config.kv_events import KVEventsConfig
+
+from connector.events import TierEvents, events_endpoints, vllm_events
 from sidecar.protocol import EVENT_NAME_BYTES, Events, Release, RemovedEvent, StoredEvent
 from tests.connector.double import DoubleClient, session_of
 
@@ -113,3 +116,34 @@ def test_runs_are_one_event() -> None:
     assert [len(event.block_hashes) for event in events] == [3, 2, 2, 1, 1, 1]
     assert events[0].parent_block_hash is None
     assert events[-1].parent_block_hash == key_of(9)[:EVENT_NAME_BYTES]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "replay", "rank", "expected"),
+    [
+        ("tcp://*:5557", None, 0, ("tcp://127.0.0.1:5557", "")),
+        ("tcp://*:5557", "tcp://*:5657", 2, ("tcp://127.0.0.1:5559", "tcp://127.0.0.1:5659")),
+        ("ipc:///run/e", "ipc:///run/r", 0, ("ipc:///run/e", "ipc:///run/r")),
+        ("tcp://[::]:5557", None, 0, ("tcp://[::1]:5557", "")),
+        # vLLM always binds the socket for replays.
+        (
+            "tcp://*:5557",
+            "tcp://127.0.0.1:5558",
+            1,
+            ("tcp://127.0.0.1:5558", "tcp://127.0.0.1:5559"),
+        ),
+        ("ipc:///run/e", "tcp://elsewhere:5558", 0, ("ipc:///run/e", "")),
+        # vLLM connects to these, or takes a port that only it knows, or refuses them.
+        ("tcp://router:5557", None, 0, ("", "")),
+        ("tcp://*:0", None, 0, ("", "")),
+        ("tcp://127.0.0.1:*", None, 0, ("", "")),
+        ("ipc:///run/e", None, 1, ("", "")),
+    ],
+)
+def test_where_vllm_publishes_its_own_events(
+    endpoint: str, replay: str | None, rank: int, expected: tuple[str, str]
+) -> None:
+    events = KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoint, replay_endpoint=replay)
+    assert events_endpoints(events, rank) == expected
+    assert events_endpoints(None, rank) == ("", "")
+    assert events_endpoints(KVEventsConfig(), rank) == ("", "")

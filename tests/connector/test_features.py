@@ -19,7 +19,6 @@ from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 
-from connector.events import events_endpoints
 from connector.identity.profile import EngineProfile
 from connector.scheduler.lookup import Hit, HitFinder
 from connector.vllm import KVLakeConnector
@@ -451,28 +450,6 @@ class TestHandingOver:
 def test_no_layer_waits_for_the_cache() -> None:
     """So CUDA graphs stay whole (docs/adr/0027)."""
     assert not KVLakeConnector.requires_piecewise_for_cudagraph({})
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "replay", "rank", "expected"),
-    [
-        ("tcp://*:5557", None, 0, ("tcp://127.0.0.1:5557", "")),
-        ("tcp://*:5557", "tcp://*:5657", 2, ("tcp://127.0.0.1:5559", "tcp://127.0.0.1:5659")),
-        ("ipc:///run/e", "ipc:///run/r", 0, ("ipc:///run/e", "ipc:///run/r")),
-        ("tcp://[::]:5557", None, 0, ("tcp://[::1]:5557", "")),
-        # vLLM connects to these, or takes a port that only it knows, or refuses them.
-        ("tcp://router:5557", None, 0, ("", "")),
-        ("tcp://*:0", None, 0, ("", "")),
-        ("ipc:///run/e", None, 1, ("", "")),
-    ],
-)
-def test_where_vllm_publishes_its_own_events(
-    endpoint: str, replay: str | None, rank: int, expected: tuple[str, str]
-) -> None:
-    events = KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoint, replay_endpoint=replay)
-    assert events_endpoints(events, rank) == expected
-    assert events_endpoints(None, rank) == ("", "")
-    assert events_endpoints(KVEventsConfig(), rank) == ("", "")
 
 
 def test_ranks_that_are_engines_of_their_own_publish_each_for_itself(model: Path) -> None:

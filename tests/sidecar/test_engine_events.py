@@ -194,6 +194,35 @@ def test_an_idle_engine_that_answers_late_is_asked_again(
             assert follower.names("GPU") == {1, 2}
 
 
+def test_thousands_of_batches_are_replayed_without_a_gap(
+    short_directory: Path, subscribe: Callable[..., Subscriber]
+) -> None:
+    attach = {
+        "events_endpoint": f"ipc://{short_directory}/engine",
+        "events_replay": f"ipc://{short_directory}/again",
+    }
+    publisher = kv_events.ZmqEventPublisher(
+        0,
+        endpoint=attach["events_endpoint"],
+        replay_endpoint=attach["events_replay"],
+        buffer_steps=10_000,
+        max_queue_size=10_000,
+    )
+    try:
+        for number in range(8000):
+            publish(publisher, stored(number))
+        with (
+            RunningSidecar(with_events(short_directory)) as sidecar,
+            Scheduler(sidecar.path, topology="offloading", **attach),
+        ):
+            sidecar.wait_until(
+                lambda status: [one["blocks"] for one in status["events"]["engines"]] == [8000]
+            )
+            assert sidecar.status()["events"]["engines"][0]["gaps"] == 0
+    finally:
+        publisher.shutdown()
+
+
 def test_a_batch_that_the_subscription_missed_is_found_though_nothing_follows(
     short_directory: Path, monkeypatch: pytest.MonkeyPatch, subscribe: Callable[..., Subscriber]
 ) -> None:
@@ -336,6 +365,14 @@ def test_an_engines_blocks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(told[-1], kvevents.BlockRemoved)
     assert told[-1].block_hashes == [1, 2]
     assert [event.block_hashes for event in blocks.snapshot()] == [[3], [4], [5]]  # type: ignore[union-attr]
+
+
+def test_with_vllms_own_offloading_no_copies_are_counted() -> None:
+    """Its tiers do not learn which requests have their hits reported as stored blocks."""
+    blocks = EngineBlocks("a", counts=False)
+    applied(blocks, stored(1, 2), stored(1, 2))
+    assert [list(one.block_hashes) for one in applied(blocks, removed(1))] == [[1]]
+    assert len(blocks) == 1
 
 
 def test_a_block_goes_with_its_last_copy() -> None:
