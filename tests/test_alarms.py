@@ -111,7 +111,21 @@ def growth(alert: str, on: int, off: int, *names: str) -> Case:
     return Case(alert, tuple(Series(name, values) for name in names), 5 + on, 65 + off)
 
 
+def blink(alert: str, name: str, values: str, off: int) -> Case:
+    """A figure that is bad from the fifth minute on; one sample is enough."""
+    series = Series(name, values)
+    return Case(alert, (series,), 5, off, {**series.labels, **TARGET})
+
+
 UP: Final = 'kvlake_info{version="1"}'
+COPIES: Final = 'kvlake_problem{code="copies"}'
+RESTARTS: Final = (
+    Series("kvlake_start_time_seconds", "100x4 _ 300 _ 420 _ 540x60"),
+    Series(UP, "1x4 _ 1 _ 1 _ 1x60"),
+    Series("up", "1x4 0 1 0 1 0 1x60"),
+    Series("kvlake_ready", "1x4 _ 0 _ 0 _ 1x60"),
+)
+"""It runs for a minute at a time."""
 TOKENS: Final = "kvlake_prompt_tokens_total"
 EVICTED: Final = f'{TOKENS}{{model_name="m",outcome="computed",reason="evicted"}}'
 FROM_HOST: Final = f'{TOKENS}{{model_name="m",outcome="host",reason=""}}'
@@ -134,7 +148,10 @@ CASES: Final = (
     # Its target is gone, too, and nobody else is there.
     Case("KvlakeSidecarDown", (Series(UP, "1x4 _x30 1x30"),), 15, 37, {}),
     gauge("KvlakeNotReady", "kvlake_ready", 3, good=1, bad=0),
-    gauge("KvlakeCopiesStuck", 'kvlake_problem{code="copies"}', 1),
+    blink("KvlakeCopiesStuck", COPIES, "0x4 1x30 0x30", 42),
+    # systemd restarts the sidecar before the next sample.
+    blink("KvlakeCopiesStuck", COPIES, "0x4 1 _ 0x60", 12),
+    Case("KvlakeRestarts", RESTARTS, 10, 40),
     jump("KvlakeHostMemoryDamaged", "kvlake_quarantined_host_total", 61),
     gauge("KvlakeEngineUncached", 'kvlake_engines_uncached{reason="chunk_tokens"}', 6, bad=2),
     gauge("KvlakeEngineUncached", 'kvlake_problem{code="ranks"}', 6),
@@ -219,6 +236,11 @@ QUIET: Final = (
         10,
         110,
     ),
+    # Each life and each gap is too short for these.
+    Case("KvlakeSidecarDown", RESTARTS, 10, 40),
+    Case("KvlakeNotReady", RESTARTS, 10, 40),
+    # A new configuration, and one that corrects it.
+    Case("KvlakeRestarts", (Series("kvlake_start_time_seconds", "100x4 _ 300x9 900x60"),), 20, 40),
     # Users who are not served are no engines.
     jump("KvlakeAttachesRefused", 'kvlake_attaches_refused_total{code="user"}', 16, by=20),
 )
