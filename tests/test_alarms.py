@@ -148,6 +148,12 @@ CASES: Final = (
     # Its target is gone, too, and nobody else is there.
     Case("KvlakeSidecarDown", (Series(UP, "1x4 _x30 1x30"),), 15, 37, {}),
     gauge("KvlakeNotReady", "kvlake_ready", 3, good=1, bad=0),
+    Case(
+        "KvlakeNotReady",
+        (Series("kvlake_ready", "1x4 0x30 1x30"), Series("kvlake_draining", "0x64")),
+        8,
+        37,
+    ),
     blink("KvlakeCopiesStuck", COPIES, "0x4 1x30 0x30", 42),
     # systemd restarts the sidecar before the next sample.
     blink("KvlakeCopiesStuck", COPIES, "0x4 1 _ 0x60", 12),
@@ -239,6 +245,13 @@ QUIET: Final = (
     # Each life and each gap is too short for these.
     Case("KvlakeSidecarDown", RESTARTS, 10, 40),
     Case("KvlakeNotReady", RESTARTS, 10, 40),
+    # It writes what is left, for up to limits.drain_seconds_max.
+    Case(
+        "KvlakeNotReady",
+        (Series("kvlake_ready", "1x4 0x30"), Series("kvlake_draining", "0x4 1x30")),
+        8,
+        34,
+    ),
     # A new configuration, and one that corrects it.
     Case("KvlakeRestarts", (Series("kvlake_start_time_seconds", "100x4 _ 300x9 900x60"),), 20, 40),
     # Users who are not served are no engines.
