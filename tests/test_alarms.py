@@ -118,6 +118,8 @@ def blink(alert: str, name: str, values: str, off: int) -> Case:
 
 
 UP: Final = 'kvlake_info{version="1"}'
+READS_PAUSED: Final = 'kvlake_store_paused{way="read"}'
+PAUSED: Final = {"way": "read", **TARGET}
 COPIES: Final = 'kvlake_problem{code="copies"}'
 RESTARTS: Final = (
     Series("kvlake_start_time_seconds", "100x4 _ 300 _ 420 _ 540x60"),
@@ -170,7 +172,15 @@ CASES: Final = (
     ),
     jump("KvlakeObjectsDamaged", "kvlake_quarantined_store_total", 61),
     gauge("KvlakeStoreUnwell", "kvlake_store_well", 6, good=1, bad=0),
-    gauge("KvlakeStorePaused", 'kvlake_store_paused{way="read"}', 6),
+    Case("KvlakeStorePaused", (Series(READS_PAUSED, "0x4 1x30 0x30"),), 16, 42, PAUSED),
+    # Few requests come, and each one finds the store away.
+    Case(
+        "KvlakeStorePaused",
+        (Series(READS_PAUSED, f"0x4 {'1 0 0 0 ' * 8} 0x30"),),
+        16,
+        42,
+        PAUSED,
+    ),
     gauge("KvlakePoolFileGone", 'kvlake_problem{code="pool"}', 2),
     jump("KvlakeSocketRemoved", "kvlake_sockets_renewed_total", 61),
     Case("KvlakeLoopLate", (Series("kvlake_loop_lag_seconds", "0x4 0.5x30 0x30"),), 11, 41),
@@ -245,6 +255,8 @@ QUIET: Final = (
     # Each life and each gap is too short for these.
     Case("KvlakeSidecarDown", RESTARTS, 10, 40),
     Case("KvlakeNotReady", RESTARTS, 10, 40),
+    # An outage of a few minutes.
+    Case("KvlakeStorePaused", (Series(READS_PAUSED, "0x4 1x3 0x60"),), 10, 16),
     # It writes what is left, for up to limits.drain_seconds_max.
     Case(
         "KvlakeNotReady",

@@ -21,6 +21,7 @@ _TRAFFIC: Final = (
     ("read", "store to host"),
 )
 
+_WAYS: Final = ("reads", "writes")
 _TENANT_COLUMNS: Final = {
     "TENANT": "name",
     "HOST": "host_bytes",
@@ -56,10 +57,18 @@ def _head(document: Document) -> str:
     store = _section(_section(document, "tiers"), "store")
     problems: list[Document] = document.get("problems", [])
     lines += [f"  {one.get('code', '?')}: {one.get('reason', '')}" for one in problems]
-    paused = [way for way in ("reads", "writes") if store.get(way, "closed") != "closed"]
-    if paused:
-        lines.append(f"  {' and '.join(paused)} of the object store pause: it fails too often")
+    if paused := " and ".join(paused_ways(store)):
+        lines.append(f"  {paused} of the object store pause: it fails too often")
+    if untried := " and ".join(way for way in _WAYS if store.get(way) == "untried"):
+        lines.append(
+            f"  {untried} of the object store failed too often, and none was tried since the pause"
+        )
     return "\n".join(lines)
+
+
+def paused_ways(store: Document) -> list[str]:
+    """Which of reads and writes the object store is not asked for now."""
+    return [way for way in _WAYS if store.get(way) in ("open", "trial")]
 
 
 def _tiers(document: Document) -> str:

@@ -31,6 +31,7 @@ from rich.text import Text
 
 from sidecar.cli.console import CommandError, Document, NoAnswer, Options, duration, show
 from sidecar.cli.fleet import SORTS, Fleet, Seen, per_second, summary, table_of
+from sidecar.cli.status import paused_ways
 from sidecar.observe.benefit import meaning_of_loss
 from tiers.sizes import approximate_size
 
@@ -268,7 +269,7 @@ def _health(status: Document) -> list[str]:
     lines = [f"{one['code']}: {one.get('reason', '')}" for one in status["problems"]]
     lines += [f"{one['engine_id']} is not cached: {one['message']}" for one in status["uncached"]]
     if store is not None:
-        paused = [way for way in ("reads", "writes") if store[way] != "closed"]
+        paused = paused_ways(store)
         lines.append(
             f"object store {store['state']}"
             + (f", {' and '.join(paused)} pause" if paused else "")

@@ -11,6 +11,7 @@ two ranks stores and loads two parts of each chunk.
 
 import asyncio
 import dataclasses
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -25,7 +26,6 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from sidecar import version
-from sidecar.core.breaker import BreakerState
 from sidecar.core.tenants import OTHER
 from sidecar.data.transfer_times import TransferTimes
 from sidecar.protocol.prompts import PromptOutcome
@@ -72,7 +72,7 @@ GAUGES: Final = {
     "realms": "Realms that are known: namespace, topology and chunk size",
     "realms_max": "Limit of kvlake_realms",
     "store_well": "1 while the store answers: the last call did not fail",
-    "store_paused{way}": "1 while reads or writes of the store pause",
+    "store_paused{way}": "1 while reads or writes of the store pause, or one tries it again",
     "write_queue_bytes": "Bytes of parts queued for writing to the store",
     "store_inflight{verb}": "Calls to the store in progress",
     "catalog_rows_waiting": "Rows queued for the catalog",
@@ -376,7 +376,7 @@ def _store(dispatcher: Dispatcher) -> Values:
         return {}
     store, watch = dispatcher.store.tier, dispatcher.store.watch
     collector, breakers = dispatcher.store.collector, dispatcher.engine.breakers
-    verbs = store.counts
+    verbs, now = store.counts, time.monotonic()
     counts = {f"catalog_{name}": count for name, count in catalog_counts(dispatcher.store).items()}
     withdrawn = {one.setting: collector.withdrawn_by[one.setting] for one in retention.REASONS}
     collected = _fields("collection_", collector.collected)
@@ -384,9 +384,7 @@ def _store(dispatcher: Dispatcher) -> Values:
         **counts,
         "collection_withdrawn_by_bound": withdrawn,
         "store_well": int(watch.health.state == "ok"),
-        "store_paused": {
-            way: int(one.state is not BreakerState.CLOSED) for way, one in breakers.items()
-        },
+        "store_paused": {way: int(not one.passes(now)) for way, one in breakers.items()},
         "store_pauses": {way: one.opened for way, one in breakers.items()},
         "write_queue_bytes": dispatcher.engine.writes.pending_bytes,
         "store_listings": watch.listings,

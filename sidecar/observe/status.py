@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from sidecar import version
 from sidecar.config.store import PriceSettings
+from sidecar.core.breaker import Breaker, BreakerState
 from sidecar.observe.history import FigureHistory, figures_of
 from sidecar.observe.metrics import catalog_counts, tenants_of
 from sidecar.observe.off import switched_off
@@ -129,8 +130,8 @@ class SidecarStatus:
             "url": store.url,
             **_pick(settings, "write read"),
             **_pick(watch.health, "state reason"),
-            "reads": dispatcher.engine.breakers["read"].state,
-            "writes": dispatcher.engine.breakers["write"].state,
+            "reads": _breaker_state(dispatcher.engine.breakers["read"]),
+            "writes": _breaker_state(dispatcher.engine.breakers["write"]),
             "write_queue_bytes": dispatcher.engine.writes.pending_bytes,
             "chunks": dispatcher.engine.directory.chunks_in_store,
             "listings": watch.listings,
@@ -180,6 +181,13 @@ def monthly(
 def _pick(source: object, names: str) -> Document:
     """Some attributes of an object, whose names are separated by spaces."""
     return {name: getattr(source, name) for name in names.split()}
+
+
+def _breaker_state(breaker: Breaker) -> str:
+    """`untried` if the pause is over, and no request came since that could try the store."""
+    if breaker.state is not BreakerState.CLOSED and breaker.passes(time.monotonic()):
+        return "untried"
+    return breaker.state
 
 
 def _seconds_since(moment: float) -> float:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import anyio.to_thread
 import pytest
 
+from sidecar.cli.status import paused_ways, render
 from sidecar.exits import Exit
 from sidecar.protocol import (
     LoadChunk,
@@ -31,6 +32,7 @@ from tests.sidecar.client import (
     config_in,
     key_of,
 )
+from tiers.errors import TierUnavailable
 from tiers.kv.index import FLAG_HOST, FLAG_STORE
 from tiers.store.middleware import Verb, Wrapper
 from tiers.store.object_tier import ObjectTier
@@ -260,6 +262,45 @@ def test_a_store_that_is_only_read_is_asked_before_it_counts_as_available(
     with RunningSidecar(config_in(short_directory, store=store)) as sidecar:
         sidecar.wait_until(lambda now: now["tiers"]["store"]["state"] == "unwell")
         assert "list file://" in sidecar.status()["tiers"]["store"]["reason"]
+
+
+class Unreadable(Wrapper):
+    """A store that takes everything, and gives no chunk."""
+
+    async def _around(self, verb: Verb, name: str, call: Callable[[], Awaitable[T]]) -> T:
+        if verb == "read" and "/catalog/" not in name:
+            raise TierUnavailable("busy", retryable=True)
+        return await call()
+
+
+@pytest.mark.parametrize(("seconds", "state"), [(600.0, "open"), (0.01, "untried")])
+def test_a_pause_is_shown_while_it_lasts(short_directory: Path, seconds: float, state: str) -> None:
+    key = key_of("away")
+    breaker = {"failures_max": 1, "pause": seconds, "pause_max": seconds}
+    store = folder_store(short_directory, retries_max=0, breaker=breaker)
+    with (
+        RunningSidecar(config_in(short_directory, store=store)) as sidecar,
+        Worker(sidecar.path) as worker,
+    ):
+        assert worker.store(1, key, range(4)) is Outcome.OK
+        sidecar.wait_until(lambda now: now["counters"]["chunks_written"] == 1)
+    with (
+        RunningSidecar(config_in(short_directory, store=store), Unreadable) as sidecar,
+        Worker(sidecar.path),
+        Scheduler(sidecar.path) as scheduler,
+    ):
+        sidecar.wait_until(lambda now: now["tiers"]["store"]["chunks"] == 1)
+        assert scheduler.lookup(1, [key]).ready == 0
+        now = sidecar.wait_until(lambda now: now["tiers"]["store"]["reads"] == state)
+        lasts = state == "open"
+        metrics = sidecar.get("/metrics").decode()
+        assert f'kvlake_store_paused{{way="read"}} {float(lasts)}' in metrics
+        assert 'kvlake_store_paused{way="write"} 0.0' in metrics
+        assert ("reads of the object store pause: " in render(now)) is lasts
+        untried = "reads of the object store failed too often, and none was tried since the pause"
+        assert (untried in render(now)) is not lasts
+        assert paused_ways(now["tiers"]["store"]) == ["reads"] * lasts
+        assert now["tiers"]["store"]["writes"] == "closed"
 
 
 class Held(Wrapper):
