@@ -280,25 +280,31 @@ STORE: Final = Dashboard(
 TENANTS: Final = Dashboard(
     "kvlake: tenants",
     tuple(
-        Panel(title, unit, {"{{tenant}}": query}, stacked=True)
-        for title, unit, query in (
-            ("Host memory", "bytes", f"sum by (tenant) (kvlake_tenant_host_bytes{{{NODE}}})"),
-            ("In the store", "bytes", "max by (tenant) (kvlake_tenant_store_bytes)"),
+        Panel(title, unit, {"{{tenant}}": query}, about, stacked=True)
+        for title, unit, query, about in (
+            ("Host memory", "bytes", f"sum by (tenant) (kvlake_tenant_host_bytes{{{NODE}}})", ""),
             (
-                "Loaded",
-                "Bps",
-                rates("kvlake_tenant_bytes_loaded_total", "tenant"),
+                "In the store",
+                "bytes",
+                "max by (tenant) (kvlake_tenant_store_bytes)",
+                (
+                    "The most that any node counts, of namespaces attached since its start."
+                    " `kvlake du` shows all."
+                ),
             ),
-            ("Stored", "Bps", rates("kvlake_tenant_bytes_stored_total", "tenant")),
+            ("Loaded", "Bps", rates("kvlake_tenant_bytes_loaded_total", "tenant"), ""),
+            ("Stored", "Bps", rates("kvlake_tenant_bytes_stored_total", "tenant"), ""),
             (
                 "Chunks evicted per second",
                 "short",
                 rates("kvlake_tenant_chunks_evicted_total", "tenant"),
+                "",
             ),
             (
                 "Dropped at a limit, per second",
                 "short",
                 rates("kvlake_tenant_dropped_quota_total", "tenant"),
+                "",
             ),
         )
     ),

@@ -187,7 +187,10 @@ class Catalogs:
 
     @property
     def total_usage(self) -> Usage:
-        """The usage of all tenants of the namespaces that are known here."""
+        """The usage of all tenants, in namespaces whose engines attached here.
+
+        Of others nothing is known, and nothing of any with `store.read: "off"`.
+        """
         return sum_of(known.total for known in self._usage.values())
 
     def namespace_usage(self, namespace_digest: bytes) -> Usage:
@@ -196,7 +199,7 @@ class Catalogs:
         return NO_USAGE if known is None else known.total
 
     def usage(self, tenant: bytes, namespace_digest: bytes | None = None) -> Usage:
-        """The known usage of a tenant: in one namespace, or in all together."""
+        """The known usage of a tenant: in one namespace, or in all that `total_usage` counts."""
         return sum_of(
             known.of(tenant or NO_TENANT)
             for digest, known in self._usage.items()

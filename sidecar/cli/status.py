@@ -102,8 +102,9 @@ def _tiers(document: Document) -> str:
         lines.append(f"{approximate_size(queued)} of host memory wait to be written to the store")
     if bill := _section(store, "monthly_bill"):
         lines.append(
-            f"the store costs some {bill['total']:.2f} {bill['currency']} a month: what it holds, "
-            f"and requests of this sidecar as in the last {_uptime(document)}"
+            f"the store costs some {bill['total']:.2f} {bill['currency']} a month: objects of "
+            "namespaces attached since the start (kvlake du shows all), and requests "
+            f"of this sidecar as in the last {_uptime(document)}"
         )
     return "\n".join(lines)
 

@@ -59,8 +59,9 @@ GAUGES: Final = {
     "waiting_bytes_max{kind}": "Limit of kvlake_waiting_bytes, by kind",
     "tenant_host_bytes{tenant}": "Bytes of slots that hold parts of a tenant",
     "tenant_host_bytes_max{tenant}": "Limit of tenant_host_bytes, 0: none",
-    "tenant_store_bytes{tenant}": "Bytes of objects of a tenant in the catalogs",
-    "tenant_store_objects{tenant}": "Objects of a tenant in the catalogs",
+    "tenant_store_bytes{tenant}": "Bytes of objects of a tenant, in namespaces attached since the"
+    " start (kvlake du shows all)",
+    "tenant_store_objects{tenant}": "As kvlake_tenant_store_bytes, the number of objects",
     "tenant_store_bytes_max{tenant}": "Limit of them in one namespace, 0: none",
     "tenant_store_objects_max{tenant}": "Limit of objects in one namespace, 0: none",
     "tenant_store_ttl_seconds{tenant}": "Age at which objects of a tenant are deleted, 0: never",

@@ -149,7 +149,10 @@ class SidecarStatus:
         }
 
     def _bill(self, store: SharedStore) -> Document | None:
-        """An estimate; None without prices in the configuration."""
+        """An estimate; None without prices in the configuration.
+
+        What is stored is known of namespaces whose engines attached here only.
+        """
         prices = store.settings.prices
         if prices is None:
             return None
@@ -164,7 +167,7 @@ def monthly(
 ) -> dict[str, float]:
     """Costs of a month that goes on like the last `seconds`, by item, with their `total`.
 
-    Requests are this sidecar's; stored bytes are those of all sidecars.
+    Requests are this sidecar's; stored bytes are those that all sidecars wrote.
     """
     scale = MONTH_SECONDS / max(seconds, 1.0)
     items = {

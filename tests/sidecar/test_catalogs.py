@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from sidecar.cli.status import render
 from sidecar.protocol import Outcome
 from tests import places
 from tests.harness.servers import s3_server
@@ -400,3 +401,14 @@ def test_requests_and_a_bill_are_told(short_directory: Path) -> None:
         assert told["monthly_bill"]["currency"] == "EUR"
         assert told["monthly_bill"]["total"] > 0
         assert b'kvlake_store_requests_total{operation="put"}' in sidecar.get("/metrics")
+    # What the store holds is known of namespaces whose engines attached, and that is said.
+    with RunningSidecar(config_in(short_directory, store=store)) as sidecar:
+        now = sidecar.status()
+        assert (
+            now["tenants"][0]["store_bytes"] == now["tiers"]["store"]["monthly_bill"]["stored"] == 0
+        )
+        assert "(kvlake du shows all)" in render(now)
+        help_text = (
+            b"kvlake_tenant_store_bytes Bytes of objects of a tenant, in namespaces attached"
+        )
+        assert help_text in sidecar.get("/metrics")
