@@ -105,12 +105,14 @@ class RuntimeDirectory:
 
     def _take_lock(self) -> int:
         fd = _open_lock(self.path, os.O_CREAT)
-        if not try_lock(fd):
-            pid = _pid_in(fd)
-            os.close(fd)
-            raise AlreadyServed(self.path, pid)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, str(os.getpid()).encode(), 0)
+        with contextlib.ExitStack() as undo:
+            # Left open, it would keep the lock, and `retake` would find it taken for ever.
+            undo.callback(os.close, fd)
+            if not try_lock(fd):
+                raise AlreadyServed(self.path, _pid_in(fd))
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, str(os.getpid()).encode(), 0)
+            undo.pop_all()
         return fd
 
     def first_event_number(self, now: int) -> int:

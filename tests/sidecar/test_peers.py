@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from sidecar.protocol import Outcome
 from sidecar.service.runtime_dir import RuntimeDirectory
 from sidecar.service.watchdog import SelfChecks
 from tests import places
+from tests.mappings import open_fds
 from tests.sidecar.client import RunningSidecar, Worker, config_in, key_of
 from tests.sidecar.configurations import with_events
 
@@ -63,6 +66,26 @@ def test_sockets_of_another_that_has_it_are_left_alone(short_directory: Path) ->
         assert second.attach_path.exists()
         second.close()
         assert not second.attach_path.exists()
+
+
+def test_a_full_disk_does_not_keep_it_from_being_taken_again(
+    short_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    home = opened(short_directory)
+    before = open_fds()
+    shutil.rmtree(home.path)
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "pwrite", full)
+        for _ in range(2):
+            with pytest.raises(OSError, match="No space left"):
+                home.retake()
+    assert open_fds() == before
+    home.retake()
+    assert home.held()
+    home.close()
 
 
 def test_a_sidecar_that_stops_leaves_the_sockets_of_another(
