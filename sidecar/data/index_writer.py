@@ -6,8 +6,8 @@ time, so that the event loop is held for milliseconds. Does not own the tables
 
 Invariants: until the larger index takes its place, readers have the smaller one, which is true but
 for entries that found no room in it; one growth of a realm runs at a time, and ends at its next
-step if the realm is forgotten. Without memory for a larger index the smaller one stays, and the
-next entry after a pause tries again.
+step if the realm is forgotten. Where a larger index cannot be made (no memory, or more
+entries than one may have) the smaller one stays, and the next entry after a pause tries again.
 """
 
 import itertools
@@ -23,6 +23,7 @@ from sidecar.core.commands import IndexOffer, IndexSet
 from sidecar.core.retention import Gone
 from sidecar.logs import fields
 from sidecar.sessions.namespaces import RealmLayout
+from tiers.errors import LayoutError
 from tiers.kv.index import (
     FLAG_HOST,
     FLAG_STORE,
@@ -102,9 +103,9 @@ class IndexUpdater:
             while realm.index.needs_growth and not realm.forgotten:
                 entries = 2 * realm.index.capacity_entries
                 await self._replace(realm, await anyio.to_thread.run_sync(IndexWriter, entries))
-        except OSError as error:
+        except (OSError, LayoutError) as error:
             _logger.error(  # noqa: TRY400 (for an operator)
-                "no memory for a larger index: entries that find no room in it are not offered",
+                "an index cannot grow: entries that find no room in it are not offered",
                 extra=fields(entries=len(realm.index), error=error),
             )
             self._growing[realm.realm_id].set()

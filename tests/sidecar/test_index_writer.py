@@ -217,7 +217,7 @@ async def test_without_memory_the_smaller_index_stays_and_it_is_tried_again(
             tasks.start_soon(bench.indexes.grow, bench.realm)
             # Taking in a catalog waits for no growth that does not run.
             await bench.indexes.settled(bench.realm)
-    assert "no memory for a larger index" in caplog.text
+    assert "an index cannot grow" in caplog.text
     assert bench.realm.index is smaller
     assert not bench.moved
     assert mappings() == before
@@ -232,6 +232,24 @@ async def test_without_memory_the_smaller_index_stays_and_it_is_tried_again(
     assert bench.realm.index.slots == 2 * smaller.slots
     assert bench.flags(keys[:1]) == [FLAG_HOST | FLAG_STORE]
     assert bench.flags(keys[1:]) == [FLAG_STORE]
+
+
+async def test_the_largest_index_stays_and_serves(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    places.patch(monkeypatch, "INDEX_RETRY_SECONDS", 0.01)
+    largest = indexed(bench, SMALL_ENTRIES)
+    places.patch(monkeypatch, "CAPACITY_ENTRIES_MAX", largest.capacity_entries)
+    keys = filled(bench)
+    for number in range(2):
+        with caplog.at_level(logging.ERROR), anyio.fail_after(120):
+            await bench.indexes.grow(bench.realm)
+        assert "an index cannot grow" in caplog.text
+        assert bench.realm.index is largest
+        assert not bench.moved
+        bench.set(keys[number], host=True, store=True)
+        assert bench.starts == [bench.realm] * (number + 2), "it is tried again"
+    assert bench.flags(keys[:2]) == [FLAG_HOST | FLAG_STORE]
 
 
 async def test_a_growth_ends_when_its_realm_is_forgotten(bench: Bench) -> None:
