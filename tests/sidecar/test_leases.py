@@ -13,6 +13,7 @@ from sidecar.core.directory import Chunk, Directory, Realm
 from sidecar.core.fair_share import FairShares, ShareLimits
 from sidecar.core.pins import EARLY_ENGINES_MAX, EARLY_JOBS_PER_ENGINE_MAX, Leases, Pins
 from sidecar.protocol import Role
+from tests.sidecar.engine_names import key
 from tests.sidecar.strict_pool import StrictLRU
 from tests.sidecar.worlds import no_writes
 from tiers.policy.key import CacheKey
@@ -218,3 +219,18 @@ def test_leased_chunks_are_stepped_over_once_for_all_slots_of_a_store() -> None:
     # The world itself has walked over all 40, to check the order.
     # Two searches: for the coldest, and for the coldest of the size.
     assert policy.steps < 40 + 4 * 30
+
+
+def test_more_than_a_thousand_chunks_of_requests_that_wait_hide_no_victim() -> None:
+    """Requests that came back after a long time: what they lease is the coldest of all."""
+    world = no_writes(slabs=1, slab_slots=1600)
+    worker, scheduler = world.open(Role.WORKER), world.open(Role.SCHEDULER)
+    prompts = [range(first, first + 400) for first in range(400, 2000, 400)]
+    for prompt in prompts:
+        world.stored(worker, prompt.start, prompt)
+    for prompt in prompts[:3]:
+        world.lease(scheduler, prompt.start, prompt)
+    realm = world.engine.directory.realms[0]
+    assert sum(chunk.pins > 0 for chunk in realm.chunks.values()) == 1200
+    world.stored(worker, 1, [5])
+    assert (0, key(5)) in world.in_host()
