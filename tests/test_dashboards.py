@@ -80,6 +80,19 @@ def test_savings_may_be_below_zero_and_nothing_else() -> None:
     assert (len(nets), len(recorded)) == (1, 1)
 
 
+def test_parts_are_not_called_chunks() -> None:
+    """Each rank of an engine loads its part of a chunk, and is counted."""
+    assert COUNTERS["chunks_loaded"].startswith("Parts of chunks")
+    legends = {
+        query["legendFormat"]
+        for path in FOLDER.glob("*.json")
+        for panel in json.loads(path.read_text())["panels"]
+        for query in panel["targets"]
+        if "kvlake_chunks_loaded_total" in query["expr"]
+    }
+    assert legends == {"loaded (parts)"}
+
+
 def test_every_metric_is_known() -> None:
     endings = (
         (GAUGES, ("",)),

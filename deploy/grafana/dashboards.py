@@ -156,10 +156,10 @@ NODE_PAGE: Final = Dashboard(
             "short",
             {
                 "stored": rates("kvlake_chunks_stored_total"),
-                "loaded": rates("kvlake_chunks_loaded_total"),
+                "loaded (parts)": rates("kvlake_chunks_loaded_total"),
                 "evicted": rates("kvlake_chunks_evicted_total"),
             },
-            "Each rank counts what it stored and loaded; an evicted chunk counts once.",
+            "A stored or evicted chunk counts once; of a loaded one, each rank's part counts.",
         ),
         Panel(
             "Traffic",
