@@ -105,15 +105,16 @@ def what_if(ratios: Mapping[str, float], size_bytes: int) -> str:
 
 
 def _saved(seconds: "Seconds", settings: "GpuSettings") -> str:
-    hours, net = seconds.gpu / 3600, seconds.saved - seconds.spent
+    """In seconds of all ranks: the sum over requests alone may have another sign."""
+    net, hours = abs(seconds.gpu), abs(seconds.gpu) / 3600
     worth = f", {hours * settings.hour_price:,.2f} {settings.currency}"
     gpu_hours = f"{hours:,.2f} GPU-hours{worth if settings.hour_price else ''}"
-    if net < 0:
+    if seconds.gpu < 0:
         return (
-            f"since the start lookups and loads took {-net:,.1f} s more than they saved: "
+            f"since the start lookups and loads took {net:,.1f} GPU-seconds more than they saved: "
             f"{gpu_hours}"
         )
     return (
-        f"since the start {net:,.1f} s of computing were saved, after {seconds.spent:,.1f} s for "
-        f"lookups and loads: {gpu_hours}"
+        f"since the start {net:,.1f} GPU-seconds of computing were saved, after "
+        f"{seconds.gpu_spent:,.1f} for lookups and loads: {gpu_hours}"
     )

@@ -142,7 +142,7 @@ def window(chunks_evicted: int = 0, **tokens: int) -> Window:
 def said(minute: Window, hour: Window, seconds: Seconds | None = None) -> list[str]:
     """The sentences; what came in the last seconds is of no matter to them."""
     windows = {"10s": window(local=7), "1min": minute, "1h": hour}
-    return sentences(windows, seconds or Seconds(), GpuSettings())
+    return sentences(windows, seconds or Seconds(), GpuSettings(hour_price=3.0))
 
 
 def test_the_sentences_are_over_the_last_minute_that_had_prompts() -> None:
@@ -182,11 +182,25 @@ def test_few_tokens_that_were_evicted_do_not_make_it_too_small() -> None:
 
 
 def test_a_cache_that_costs_time_says_so() -> None:
-    seconds = Seconds(saved=1.0, spent=4.0, gpu_saved=2.0, gpu_spent=8.0)
+    seconds = Seconds(saved=1.0, spent=4.0, gpu_saved=20.0, gpu_spent=164.0)
     minute = window(new=100, tail=5)
     first, *_, last = said(minute, minute, seconds)
     assert first.startswith("0% of 100 cacheable prompt tokens in the last minute")
-    assert last.startswith("since the start lookups and loads took 3.0 s more than they saved: ")
+    assert last == (
+        "since the start lookups and loads took 144.0 GPU-seconds more than they saved: "
+        "0.04 GPU-hours, 0.12 USD"
+    )
+
+
+@pytest.mark.parametrize("gpu_net", [100.0, -100.0])
+def test_a_gain_is_told_apart_from_a_loss_by_gpu_seconds(gpu_net: float) -> None:
+    """An engine of one rank gains, and one of eight loses, or the other way round."""
+    seconds = Seconds(150.0 - gpu_net, 150.0, 200.0 + gpu_net, 200.0)
+    minute = window(new=100)
+    *_, last = said(minute, minute, seconds)
+    assert ("more than they saved" in last) is (gpu_net < 0)
+    assert " 100.0 GPU-seconds " in last
+    assert "-" not in last.replace("GPU-", "")
 
 
 def test_a_window_that_is_cut_is_named_by_its_length() -> None:

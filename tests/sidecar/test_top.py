@@ -64,7 +64,8 @@ def test_status_begins_with_whether_it_helps(
     assert "(local 10%, host 60%, store 0%, other 0%)" in first
     assert second.startswith("20% were computed because of evicted: they had left host memory")
     assert third.endswith(
-        "2.0 s of computing were saved, after 0.0 s for lookups and loads: 0.00 GPU-hours, 2.00 EUR"
+        "since the start 2.0 GPU-seconds of computing were saved, after 0.0 for lookups and loads: "
+        "0.00 GPU-hours, 2.00 EUR"
     )
 
 
