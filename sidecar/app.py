@@ -25,12 +25,13 @@ from typing import Final
 
 import anyio
 import anyio.abc
-import anyio.to_thread
+import anyio.lowlevel
 import pyarrow as pa
 
 from sidecar.config.model import Config
 from sidecar.core.commands import Restored, RestoredSlot, Tick
-from sidecar.data.host_pool import closing, map_ahead, open_pool
+from sidecar.data.host_pool import closing, map_ahead, opened_pool
+from sidecar.errors import StartError
 from sidecar.events.sockets import EventSockets
 from sidecar.exits import STOP_SIGNALS, Exit
 from sidecar.logs import fields
@@ -49,6 +50,7 @@ from tiers.pool.file import OpenStopped
 from tiers.pool.host_pool import HostPool
 from tiers.redaction import conceal
 from tiers.store.middleware import Metered
+from tiers.threads import NoThread
 
 TICK_SECONDS: Final = 0.05
 TICK_SECONDS_WAITED_FOR: Final = 0.01
@@ -104,7 +106,7 @@ async def serve(
         await http.start()
         stack.push_async_callback(http.stop)
         store = None if config.store is None else open_store(config.store, wrap_store)
-        opening = asyncio.create_task(anyio.to_thread.run_sync(open_pool, config, stop))
+        opening = asyncio.create_task(opened_pool(config, stop))
         try:
             await asyncio.wait([opening])
         except BaseException:
@@ -256,7 +258,13 @@ class Server:
     async def start(self, tasks: anyio.abc.TaskGroup) -> None:
         """Start the tasks that run until the end, apart from sockets."""
         self.dispatcher.executor.tasks = tasks
-        tasks.start_soon(self.dispatcher.copies.run)
+        try:
+            await tasks.start(self.dispatcher.copies.run)
+        except* NoThread as errors:
+            # For `run`, which raises it as it is. A group of errors counts as a bug.
+            self.broken = StartError(f"copy.threads: {errors.exceptions[0]}")
+            tasks.cancel_scope.cancel()
+        await anyio.lowlevel.checkpoint_if_cancelled()
         tasks.start_soon(self._tick)
         if self._taken_over and self._config.host.prefault:
             tasks.start_soon(map_ahead, self.dispatcher.pool)

@@ -1,4 +1,4 @@
-"""Threads that receive, hash and copy: their priority, and how many compute at a time.
+"""Threads that receive, hash and copy: priority, how many compute, and what if none can start.
 
 With a dozen computing threads, more than there are cores, the GIL is often handed to a thread
 without a core, and the event loop waits in the same queue: with sixteen readers on two cores it was
@@ -10,15 +10,18 @@ hundred times while it read at full rate, and at a lower one by 1.8 to 2.0 (two 
 import asyncio
 import contextlib
 import contextvars
+import errno
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from concurrent.futures import Executor
 from queue import SimpleQueue
 from typing import Final, Generic, TypeVar
 
 import anyio
+import anyio.abc
 
 W = TypeVar("W")
 R = TypeVar("R")
@@ -28,8 +31,47 @@ NICENESS_ADDED: Final = 10
 NICENESS_MAX: Final = 19
 COMPUTING_MAX: Final = 8
 """More threads would only wait for the GIL."""
+_NOT_STARTED: Final = "can't start new thread"
 
 _lowered = threading.local()
+
+
+class NoThread(OSError):
+    """A thread cannot be started: there are as many as there may be."""
+
+
+@contextlib.contextmanager
+def starting_threads() -> Generator[None]:
+    """Raise `NoThread` where a thread cannot be started.
+
+    CPython raises a RuntimeError. Callers expect that of bugs, and an OSError of a full machine.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if str(error) != _NOT_STARTED:
+            raise
+        raise NoThread(
+            errno.EAGAIN,
+            "no thread can be started; raise the limit of processes (TasksMax= of the systemd "
+            "unit, pids.max of the container's cgroup, ulimit -u of the user)",
+        ) from error
+
+
+def submit_or_do(threads: Executor, work: Callable[[], None]) -> None:
+    """Have one of `threads` do `work`; where none is idle and none can be started, do it here."""
+    left = [work]
+
+    def once() -> None:
+        if left:
+            left.pop()()
+
+    try:
+        with starting_threads():
+            threads.submit(once)
+    except NoThread:
+        # Python leaves it in the queue, for the next thread that starts.
+        once()
 
 
 def lower_priority() -> None:
@@ -93,10 +135,12 @@ class DedicatedThreads(Generic[W, R]):
         for _ in range(count):
             self._woken.put(None)
 
-    async def run(self) -> None:
+    async def run(
+        self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED
+    ) -> None:
         """Work until cancelled. Work that runs then ends, and is reported, before this returns.
 
-        Raises what `ended` raised.
+        It has started once all threads have. Raises `NoThread` before, and what `ended` raised.
         """
         loop = asyncio.get_running_loop()
         # anyio finds the loop by it, and a thread has none.
@@ -139,9 +183,11 @@ class DedicatedThreads(Generic[W, R]):
             threading.Thread(target=work, args=(number,), name=f"{self._name}-{number}")
             for number in range(len(self._running))
         ]
-        for thread in threads:
-            thread.start()
         try:
+            with starting_threads():
+                for thread in threads:
+                    thread.start()
+            task_status.started()
             await broken
         finally:
             self._closing = True

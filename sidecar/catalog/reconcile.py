@@ -186,12 +186,12 @@ class Reconciler:
         async with self._listing:
             try:
                 rows = await rows_in_shard(self._store, namespace_prefix(digest), number)
+                if slowly:
+                    rows = rows.take(rows.written_at < (time.time() - YOUNG_SECONDS) * 1e6)
+                await self._compare(digest, rows, slowly=slowly)
             except TierError as error:
                 _logger.debug("reconciliation waits for the store", extra=fields(error=error))
                 return False
-            if slowly:
-                rows = rows.take(rows.written_at < (time.time() - YOUNG_SECONDS) * 1e6)
-            await self._compare(digest, rows, slowly=slowly)
         return True
 
     async def _compare(self, digest: bytes, rows: Rows, *, slowly: bool) -> None:

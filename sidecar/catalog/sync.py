@@ -19,7 +19,6 @@ from typing import Final, Literal
 
 import anyio
 import anyio.lowlevel
-import anyio.to_thread
 import numpy as np
 
 from sidecar.catalog.reconcile import Reconciler
@@ -33,6 +32,7 @@ from tiers.catalog.names import LogName
 from tiers.catalog.rows import Rows
 from tiers.catalog.usage import cells_by_tenant, usage_by_tenant
 from tiers.errors import TierError
+from tiers.store.client import run_in_thread
 from tiers.store.object_tier import PROBE_FOLDER, ObjectTier
 
 ROWS_PER_SLICE: Final = 1024
@@ -223,7 +223,7 @@ class StoreWatch:
 
     async def _count(self, realm: RealmLayout, rows: Rows, file: LogName | None) -> None:
         """Count the usage of the rows by tenant."""
-        cells = await anyio.to_thread.run_sync(cells_by_tenant, rows)
+        cells = await run_in_thread(cells_by_tenant, rows)
         for first in range(0, len(cells), TENANTS_PER_SLICE):
             if first:
                 await anyio.lowlevel.checkpoint()
@@ -238,7 +238,7 @@ class StoreWatch:
         # Segments that no rank here can use have no mask, and are left out.
         masks = [known.get(name, 0) for name in rows.segments]
         foreign = [rank.layout.segment for rank in realm.foreign]
-        listed = await anyio.to_thread.run_sync(_lines, rows, masks)
+        listed = await run_in_thread(_lines, rows, masks)
         size = ROWS_PER_SLICE if len(listed) >= DENSE_ROWS else ROWS_PER_SLICE_SPARSE
         for first in range(0, len(listed), size):
             if not self._realms.knows(realm):

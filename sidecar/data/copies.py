@@ -27,6 +27,7 @@ from dataclasses import replace
 from typing import Final, TypeVar, cast
 
 import anyio
+import anyio.abc
 import numpy as np
 import numpy.typing as npt
 
@@ -97,10 +98,16 @@ class Copies:
         began = [one[0] for one in self._threads.running if one is not None]
         return now - max(began) if len(began) == len(self._threads.running) else 0.0
 
-    async def run(self) -> None:
-        """Work on the queue until cancelled; a copy that runs then is waited for."""
+    async def run(
+        self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Work on the queue until cancelled; a copy that runs then is waited for.
+
+        Raises `NoThread`, in a group, before it has started.
+        """
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._threads.run)
+            await tasks.start(self._threads.run)
+            task_status.started()
             await self._gate()
 
     def add(self, group: CopyGroup) -> None:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Final
 
 import anyio
+import anyio.to_thread
 import numpy as np
 import numpy.typing as npt
 
@@ -41,12 +42,21 @@ from tiers.pool.host_pool import HostPool
 from tiers.pool.numa import Placement, sample
 from tiers.pool.table import SealedSlots
 from tiers.store.client import run_to_end
+from tiers.threads import NoThread, starting_threads
 
 TEMPLATES_MAX: Final = 4096
 """A realm of 16 blocks per chunk and 8 ranks has 128."""
 _SLOTS_PER_BATCH: Final = 1024
 
 _logger = logging.getLogger("kvlake.server")
+
+
+async def opened_pool(
+    config: Config, stop: threading.Event
+) -> tuple[HostPool, tuple[RestoredSlot, ...]]:
+    """`open_pool`, in a thread."""
+    with _pool_errors():
+        return await anyio.to_thread.run_sync(open_pool, config, stop)
 
 
 def open_pool(
@@ -111,8 +121,9 @@ def check_host(config: Config) -> None:
 @contextlib.contextmanager
 def _pool_errors() -> Generator[None]:
     try:
-        yield
-    except PoolError as error:
+        with starting_threads():
+            yield
+    except (PoolError, NoThread) as error:
         raise StartError(f"host: {error}") from error
 
 

@@ -6,8 +6,9 @@ time, so that the event loop is held for milliseconds. Does not own the tables
 
 Invariants: until the larger index takes its place, readers have the smaller one, which is true but
 for entries that found no room in it; one growth of a realm runs at a time, and ends at its next
-step if the realm is forgotten. Where a larger index cannot be made (no memory, or more
-entries than one may have) the smaller one stays, and the next entry after a pause tries again.
+step if the realm is forgotten. Where a larger index cannot be made (no memory, no thread,
+or more entries than one may have) the smaller one stays, and the next entry after a pause tries
+again.
 """
 
 import itertools
@@ -37,6 +38,7 @@ from tiers.kv.index import (
     tags_in,
     tags_of,
 )
+from tiers.threads import starting_threads
 
 INDEX_RETRY_SECONDS: Final = 10.0
 MANY: Final = 16
@@ -102,7 +104,9 @@ class IndexUpdater:
         try:
             while realm.index.needs_growth and not realm.forgotten:
                 entries = 2 * realm.index.capacity_entries
-                await self._replace(realm, await anyio.to_thread.run_sync(IndexWriter, entries))
+                with starting_threads():
+                    larger = await anyio.to_thread.run_sync(IndexWriter, entries)
+                await self._replace(realm, larger)
         except (OSError, LayoutError) as error:
             _logger.error(  # noqa: TRY400 (for an operator)
                 "an index cannot grow: entries that find no room in it are not offered",

@@ -70,7 +70,8 @@ def _as_refusals(connection: Connection) -> Generator[None]:
         raise AttachRefused(code, str(error)) from error
     except (OSError, MemoryError) as error:
         raise AttachRefused(
-            "resources", f"the sidecar lacks memory or descriptors for another client: {error}"
+            "resources",
+            f"the sidecar lacks memory, descriptors or threads for another client: {error}",
         ) from error
     except (ArithmeticError, LookupError, ValueError) as error:
         _logger.exception(

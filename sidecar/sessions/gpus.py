@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import anyio
@@ -32,6 +32,7 @@ from tiers.cuda.errors import CudaFailed, DeviceLost
 from tiers.kv.copy import Region
 from tiers.kv.layout import Bytes, KVLayout
 from tiers.store.client import run_to_end
+from tiers.threads import submit_or_do
 
 FAILED_SECONDS: Final = 30.0
 """For how long a device that could not be prepared is not tried again: each attempt creates a
@@ -188,11 +189,13 @@ class GpuMapping:
 
     def close(self) -> None:
         """Unmap it, in a thread: the driver may take milliseconds."""
-        self._unmapping.submit(self._memory.close).add_done_callback(self._closed)
+        submit_or_do(self._unmapping, self._unmap)
 
-    def _closed(self, ended: Future[None]) -> None:
-        error = ended.exception()
-        if error is None:
-            self.mapped = False
+    def _unmap(self) -> None:
+        try:
+            self._memory.close()
+        except Exception as error:
+            # Without its traceback: the message says what the driver said.
+            _logger.error("a worker's GPU memory was not unmapped", extra=fields(error=error))  # noqa: TRY400
         else:
-            _logger.error("a worker's GPU memory was not unmapped", extra=fields(error=error))
+            self.mapped = False

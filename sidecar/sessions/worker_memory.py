@@ -29,6 +29,7 @@ from tiers.kv.layout import Bytes
 from tiers.kv.mapping import map_shared, populate
 from tiers.kv.memfd import check_sealed
 from tiers.store.client import run_to_end
+from tiers.threads import NoThread, submit_or_do
 
 PREFAULT_BYTES_PER_CALL: Final = 16 << 20
 """About a millisecond where the engine has touched the pages, ten where it has not."""
@@ -79,7 +80,7 @@ class HostMapping:
     def close(self) -> None:
         """Unmap it, in a thread: that frees the memory of an engine that died, for seconds."""
         self._bytes = None
-        _unmapping.submit(self._unmap)
+        submit_or_do(_unmapping, self._unmap)
 
     def _unmap(self) -> None:
         try:
@@ -176,6 +177,9 @@ class WorkerMemory:
             try:
                 if not await run_to_end(functools.partial(mapping.populate, start), _prefaulting):
                     return
+            except NoThread as error:
+                _logger.warning("KV memory is not mapped ahead", extra=fields(reason=error))
+                return
             finally:
                 self.release()
 

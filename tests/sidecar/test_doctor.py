@@ -298,6 +298,7 @@ def no_room_beside_what_would_be_given_back(world: World) -> dict[str, Any]:
 UNREACHED = {
     "UnixListener._bind": "a socket cannot be made in a directory that was checked",
     "RuntimeDirectory._take_lock": "a sidecar that runs: its own test",
+    "Server.start": "a limit of threads: its own test",
     "Placement.settle": "the kernel refuses to place memory: its own test in tests/gpu",
     "take_lock": "a lock that changes owners all the time",
     "_pool_errors": "passes on what the pool says",

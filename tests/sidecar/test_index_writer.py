@@ -25,6 +25,7 @@ from sidecar.protocol import Role
 from sidecar.sessions.namespaces import RealmLayout, Realms
 from tests import places
 from tests.sidecar.client import attach_message
+from tests.thread_limit import ANYIO, no_thread
 from tiers.kv.index import (
     FLAG_HOST,
     FLAG_STORE,
@@ -250,6 +251,22 @@ async def test_the_largest_index_stays_and_serves(
         bench.set(keys[number], host=True, store=True)
         assert bench.starts == [bench.realm] * (number + 2), "it is tried again"
     assert bench.flags(keys[:2]) == [FLAG_HOST | FLAG_STORE]
+
+
+async def test_without_a_thread_the_smaller_index_stays_and_it_is_tried_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    places.patch(monkeypatch, "INDEX_RETRY_SECONDS", 0.01)
+    smaller = indexed(bench, SMALL_ENTRIES)
+    keys = filled(bench)
+    with no_thread(ANYIO), caplog.at_level(logging.ERROR), anyio.fail_after(120):
+        await bench.indexes.grow(bench.realm)
+    assert "an index cannot grow" in caplog.text
+    assert bench.realm.index is smaller
+    bench.set(keys[0], host=True, store=True)
+    await bench.indexes.grow(bench.realm)
+    assert bench.moved == [bench.realm.index]
+    assert bench.flags(keys[1:]) == [FLAG_STORE]
 
 
 async def test_a_growth_ends_when_its_realm_is_forgotten(bench: Bench) -> None:

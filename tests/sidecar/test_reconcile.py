@@ -13,6 +13,7 @@ import pytest
 from sidecar.catalog.reconcile import Reconciler
 from tests import places
 from tiers.catalog.names import namespace_prefix
+from tiers.catalog.rows import Row, Rows, rows_of
 from tiers.errors import TierUnavailable
 
 pytestmark = pytest.mark.anyio
@@ -113,6 +114,41 @@ async def test_one_that_fails_holds_up_no_other(
         store.fails.clear()
         await until(lambda: reconciler.sweeps == 2)
     assert store.of(ONE) == [3, 5, 8], "from where it was"
+
+
+async def test_one_whose_rows_cannot_be_taken_in_is_gone_through_again(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, fed = rows_of([Row(bytes(32), "0-1.0-1", 1, size_bytes=1, num_blocks=1)]), list[int]()
+    realm = SimpleNamespace(
+        namespace_digest=ONE, complete=True, realm_id=1, masks_by_segment=lambda: {"0-1.0-1": 1}
+    )
+
+    async def rows_in_shard(*given: Any) -> Rows:
+        await store.rows_in_shard(*given)
+        return found
+
+    async def feed_rows(_: object, rows: Rows) -> None:
+        fed.append(len(rows))
+        if len(fed) == 2:
+            raise TierUnavailable("no thread", retryable=True)
+
+    places.patch(monkeypatch, "rows_in_shard", rows_in_shard)
+    double = SimpleNamespace(rows_waiting=0, all=lambda: [realm], knows=lambda _: True)
+    reconciler = Reconciler(
+        cast("Any", None),
+        cast("Any", double),
+        cast("Any", double),
+        feed_rows=feed_rows,
+        held=lambda _realm, _key: 0,
+        announces=False,
+        every_seconds=1e9,
+    )
+    async with running(reconciler):
+        request(reconciler, ONE)
+        await until(lambda: reconciler.sweeps == 1)
+    assert store.of(ONE) == [3, 5, 5, 8]
+    assert fed == [1] * 4
 
 
 async def test_one_that_is_doubted_again_while_it_fails_is_gone_through_from_the_start(

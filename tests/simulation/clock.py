@@ -32,6 +32,7 @@ from typing import Any, cast
 from unittest import mock
 
 import anyio
+import anyio.abc
 import anyio.to_thread
 import sniffio
 from anyio._backends._asyncio import CancelScope as BackendScope
@@ -355,10 +356,13 @@ def frozen(world: World, run_hop: Threads) -> Iterator[None]:
             for _ in range(count):
                 self._woken.release()
 
-        async def run(self) -> None:
+        async def run(
+            self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED
+        ) -> None:
             async with anyio.create_task_group() as tasks:
                 for number in range(len(self.running)):
                     tasks.start_soon(self._work, number)
+                task_status.started()
 
         async def _work(self, number: int) -> None:
             while True:

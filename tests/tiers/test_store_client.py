@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import threading
 import time
@@ -14,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import pytest
 
+from tests.thread_limit import ANYIO, no_thread
 from tests.tiers.tier_suite import NAME, image_of
 from tiers.errors import TierUnavailable
-from tiers.store.client import run_to_end
+from tiers.store.client import run_in_thread, run_to_end
 from tiers.store.folder import LISTINGS_MAX
 from tiers.store.middleware import Deadline
 from tiers.store.object_tier import UrlObjects
@@ -88,6 +90,32 @@ class TestRunToEnd:
     async def test_errors_of_the_work_are_raised(self) -> None:
         with pytest.raises(ZeroDivisionError):
             await run_to_end(lambda: 1 // 0, anyio.CapacityLimiter(1))
+
+    async def test_where_no_thread_can_be_started_it_is_an_error_of_the_system(self) -> None:
+        limiter, ran = anyio.CapacityLimiter(1), list[str]()
+        with no_thread(ANYIO), pytest.raises(OSError, match="no thread can be started") as caught:
+            await run_to_end(lambda: ran.append("early"), limiter)
+        assert caught.value.errno == errno.EAGAIN
+        await run_to_end(lambda: ran.append("late"), limiter)
+        assert ran == ["late"]
+
+    async def test_another_error_of_python_stays_what_it_is(self) -> None:
+        def bug() -> None:
+            raise RuntimeError("a bug")
+
+        with pytest.raises(RuntimeError, match="a bug"):
+            await run_to_end(bug, anyio.CapacityLimiter(1))
+
+
+class TestRunInThread:
+    async def test_where_no_thread_can_be_started_the_caller_tries_again(self) -> None:
+        with (
+            no_thread(ANYIO),
+            pytest.raises(TierUnavailable, match="no thread can be started") as caught,
+        ):
+            await run_in_thread(divmod, 7, 2)
+        assert caught.value.retryable
+        assert await run_in_thread(divmod, 7, 2) == (3, 1)
 
 
 class TestListingsOfAFolder:

@@ -7,14 +7,23 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import anyio
 import pytest
 
 from tests.sidecar.bench import until
+from tests.thread_limit import no_thread
 from tiers.store.client import run_to_end
-from tiers.threads import NICENESS_ADDED, NICENESS_MAX, DedicatedThreads, lower_priority
+from tiers.threads import (
+    NICENESS_ADDED,
+    NICENESS_MAX,
+    DedicatedThreads,
+    NoThread,
+    lower_priority,
+    submit_or_do,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -178,3 +187,25 @@ class TestDedicatedThreads:
         work.add(1)
         with anyio.fail_after(60), pytest.raises(RuntimeError, match="a bug"):
             await work.threads.run()
+
+    async def test_where_one_thread_cannot_be_started_the_others_end(self) -> None:
+        work = Work(threads=3)
+        with (
+            anyio.fail_after(60),
+            no_thread("test-1"),
+            pytest.raises(NoThread, match="no thread can be started"),
+        ):
+            await work.threads.run()
+        assert not [one for one in threading.enumerate() if one.name.startswith("test-")]
+
+
+class TestSubmitOrDo:
+    def test_without_a_thread_it_is_done_here_and_once(self) -> None:
+        done = list[str]()
+        here, there = threading.current_thread().name, "test-unmap_0"
+        with ThreadPoolExecutor(1, "test-unmap") as threads:
+            with no_thread("test-unmap") as refused:
+                submit_or_do(threads, lambda: done.append(threading.current_thread().name))
+            assert (refused, done) == ([there], [here])
+            submit_or_do(threads, lambda: done.append(threading.current_thread().name))
+        assert done == [here, there]

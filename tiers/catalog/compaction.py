@@ -25,7 +25,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Final, TypeVar
 
 import anyio.lowlevel
-import anyio.to_thread
 import msgspec
 import numpy as np
 
@@ -55,6 +54,7 @@ from tiers.catalog.rows import Rows
 from tiers.catalog.scan import CatalogState, Superseded, load
 from tiers.catalog.usage import NO_USAGE, Usage, cells_by_tenant, usage_by_tenant
 from tiers.errors import ChunkCorrupt, ChunkMissing, ObjectExists, TierUnavailable
+from tiers.store.client import run_in_thread
 from tiers.store.object_tier import ObjectTier
 
 T = TypeVar("T")
@@ -237,7 +237,7 @@ class _Compaction:
         # Readers learn of it now: a compaction may take longer than the grace.
         ended = work.now_seconds + self._clock() - self._began
         largest: dict[str, Usage] = {}
-        tenants = await anyio.to_thread.run_sync(report.usage.largest, TENANTS_MAX)
+        tenants = await run_in_thread(report.usage.largest, TENANTS_MAX)
         async for batch in _batches(tenants.items()):
             largest.update((tenant.hex(), usage) for tenant, usage in batch)
         reconciled = 0.0 if state.suspect else before.reconciled_seconds
@@ -309,7 +309,7 @@ async def _usage_with(manifest: Manifest, rows: Rows) -> tuple[Usage, dict[str, 
 
     This and what follows may go through 65,536 tenants, and let other tasks run in between.
     """
-    cells = await anyio.to_thread.run_sync(cells_by_tenant, rows)
+    cells = await run_in_thread(cells_by_tenant, rows)
     total, tenants = manifest.held, dict(manifest.tenants)
     async for added in _batches(usage_by_tenant(cells).items()):
         for tenant, usage in added:

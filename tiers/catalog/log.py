@@ -16,7 +16,6 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Final
 
 import anyio
-import anyio.to_thread
 
 from tiers.catalog.names import LogName, log_name
 from tiers.catalog.rows import (
@@ -31,6 +30,7 @@ from tiers.catalog.rows import (
     rows_of,
 )
 from tiers.catalog.usage import LogUsage
+from tiers.store.client import run_in_thread
 from tiers.store.object_tier import ObjectTier
 
 ROWS_WAITING_MAX: Final = 200_000
@@ -104,8 +104,8 @@ class LogWriter:
                     rows = self._rows[: min(left, SEGMENTS_PER_FILE_MAX)]
                     if self.usage is not None:
                         self.usage.cut()
-                    columns = await anyio.to_thread.run_sync(rows_of, rows)
-                    body = await anyio.to_thread.run_sync(encode, columns)
+                    columns = await run_in_thread(rows_of, rows)
+                    body = await run_in_thread(encode, columns)
                     self._unsent = (body, len(rows))
                 # The store's answer may have been lost. The same bytes are sent again under the
                 # same name, so that a reader never finds two files of one number.
@@ -121,8 +121,8 @@ class LogWriter:
     async def write(self, rows: Rows) -> None:
         """Write these rows at once, past the buffer. After an error, use a new writer's name."""
         async with self._flushing:
-            for part in await anyio.to_thread.run_sync(cut, rows, ROWS_PER_FILE_MAX):
-                await self._send(await anyio.to_thread.run_sync(encode, part))
+            for part in await run_in_thread(cut, rows, ROWS_PER_FILE_MAX):
+                await self._send(await run_in_thread(encode, part))
 
     async def _send(self, body: Bytes) -> None:
         name = log_name(self._folder, LogName(self.writer, self.files), digest_of(body))

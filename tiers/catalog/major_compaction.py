@@ -14,8 +14,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
-import anyio
-import anyio.to_thread
 import numpy as np
 
 from tiers.catalog.log import LogWriter
@@ -35,7 +33,7 @@ from tiers.catalog.retention import (
 from tiers.catalog.rows import SIZE_LARGEST, Rows, cut, digest_of, encode, joined
 from tiers.catalog.scan import BaseRows, CatalogState, Superseded, merged_shards, run_for_rows
 from tiers.catalog.usage import OBJECTS, Chunks, Sums, UsageTable, cells_by_tenant, cells_of
-from tiers.store.client import Found
+from tiers.store.client import Found, run_in_thread
 from tiers.store.object_tier import ObjectTier
 
 ANNOUNCED_ROWS: Final = 50_000
@@ -152,10 +150,10 @@ class SnapshotWriter:
     async def flush(self) -> list[str]:
         """Write queued rows. Returns the names of all files."""
         rows, self._rows = self._rows, []
-        for part in await anyio.to_thread.run_sync(lambda: cut(joined(rows), SNAPSHOT_ROWS)):
+        for part in await run_in_thread(lambda: cut(joined(rows), SNAPSHOT_ROWS)):
             name = ""
             if not self._work.plan.dry_run:
-                body = await anyio.to_thread.run_sync(encode, part)
+                body = await run_in_thread(encode, part)
                 folder, number = self._work.files.folder, len(self._names)
                 name = snapshot_name(folder, self._generation, number, digest_of(body))
                 await self._work.tier.write(name, body)
@@ -194,7 +192,7 @@ class MajorCompaction:
         """
         work, plan = self._work, self._work.plan
         rules = RetentionRules() if grace_runs else plan.retention
-        decision = await anyio.to_thread.run_sync(RetentionDecision, await self._ages(rules))
+        decision = await run_in_thread(RetentionDecision, await self._ages(rules))
         base_rows = BaseRows(work.files, self._state)
         async for shard, found, withdrawn in merged_shards(base_rows, self._state.fresh):
             await work.check_lease()
@@ -241,7 +239,7 @@ class MajorCompaction:
         """What is offered before the compaction, by age; only where a limit depends on it."""
         work = self._work
         ages = Ages(rules, work.now_seconds)
-        if await anyio.to_thread.run_sync(self._needs_ages, rules):
+        if await run_in_thread(self._needs_ages, rules):
             base = BaseRows(work.files, self._state)
             async for _, rows, _ in merged_shards(base, self._state.fresh):
                 await work.check_lease()
@@ -311,7 +309,7 @@ class MajorCompaction:
         if not len(others):
             return rows
         await self._announce(others)
-        return await anyio.to_thread.run_sync(merged, joined([rows, others]))
+        return await run_in_thread(merged, joined([rows, others]))
 
     async def _announce(self, rows: Rows | None) -> None:
         """Announce rows to readers, many at a time. None: all that wait, now."""

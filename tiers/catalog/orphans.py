@@ -19,13 +19,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
-import anyio.to_thread
-
 from tiers.catalog.merge import SHARDS
 from tiers.catalog.names import FORMAT, parse_name, parse_namespace
 from tiers.catalog.rows import SIZE_LARGEST, TIME_LATEST, Row, Rows, rows_of
 from tiers.errors import TierUnavailable
-from tiers.store.client import Found, Listing
+from tiers.store.client import Found, Listing, run_in_thread
 from tiers.store.object_tier import PROBE_FOLDER, PROBE_NAME_BYTES, QUARANTINE_FOLDER, ObjectTier
 
 LIST_PAGE_NAMES: Final = 1000
@@ -73,7 +71,7 @@ async def list_shard(tier: ObjectTier, prefix: str, shard: int) -> Listing:
 async def rows_in_shard(tier: ObjectTier, prefix: str, shard: int) -> Rows:
     """A row for each segment in one shard. Raises the tier's errors."""
     listing = await list_shard(tier, prefix, shard)
-    return await anyio.to_thread.run_sync(rows_of_listing, listing, prefix)
+    return await run_in_thread(rows_of_listing, listing, prefix)
 
 
 def rows_of_listing(listing: Listing, prefix: str) -> Rows:
@@ -141,7 +139,7 @@ async def remove_leftovers(
     for folder in sorted(f"{_QUARANTINED}{prefix}" for prefix in prefixes if prefix is not None):
         for shard in await nonempty_shards(tier, folder):
             listing = await list_shard(tier, folder, shard)
-            doomed = await anyio.to_thread.run_sync(_too_old, listing, before, report)
+            doomed = await run_in_thread(_too_old, listing, before, report)
             if not await remove(doomed):
                 return report
     if not namespace:

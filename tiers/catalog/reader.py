@@ -21,8 +21,6 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Generator
 from typing import Final, NamedTuple
 
-import anyio
-import anyio.to_thread
 import numpy as np
 
 from tiers.catalog import manifest as manifests
@@ -44,7 +42,7 @@ from tiers.catalog.names import (
 )
 from tiers.catalog.rows import FILE_BYTES_MAX, Bytes, CatalogCorrupt, Rows, decode
 from tiers.errors import ChunkCorrupt, ChunkMissing, TierUnavailable
-from tiers.store.client import Found, Listing
+from tiers.store.client import Found, Listing, run_in_thread
 from tiers.store.object_tier import ObjectTier
 
 CATALOG_PAGE_NAMES: Final = 1000
@@ -104,7 +102,7 @@ class Files:
         rows: Rows | None = None
         with self._unless_broken(name):
             body = await self._body(name, min(size_bytes, FILE_BYTES_MAX))
-            rows = await anyio.to_thread.run_sync(decode, body, digest_in(name))
+            rows = await run_in_thread(decode, body, digest_in(name))
             self.counts.files_read += 1
             self.counts.bytes_read += body.nbytes
             self.counts.rows_read += len(rows)

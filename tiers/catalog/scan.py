@@ -19,7 +19,6 @@ from typing import Final, TypeAlias, TypeVar, TypeVarTuple
 
 import anyio
 import anyio.lowlevel
-import anyio.to_thread
 import numpy as np
 
 from tiers.catalog.manifest import EMPTY_MANIFEST, Manifest
@@ -27,7 +26,7 @@ from tiers.catalog.merge import SHARDS, merged, shard_starts
 from tiers.catalog.reader import Contents, Files, LogFile, sort_out
 from tiers.catalog.rows import FILE_BYTES_MAX, Rows, joined
 from tiers.errors import ChunkMissing
-from tiers.store.client import Found, Listing
+from tiers.store.client import Found, Listing, run_in_thread
 
 Check: TypeAlias = Callable[[], Awaitable[None]]
 """Returns while the work may go on."""
@@ -53,7 +52,7 @@ class Superseded(Exception):  # a condition, as `TierFull`
 async def run_for_rows(num_rows: int, work: Callable[[*Ts], T], *given: *Ts) -> T:
     """`work(*given)` in a thread; for few rows at once, on the event loop."""
     if num_rows > FEW_ROWS:
-        return await anyio.to_thread.run_sync(work, *given)
+        return await run_in_thread(work, *given)
     await anyio.lowlevel.checkpoint()
     return work(*given)
 
@@ -107,10 +106,10 @@ async def load(files: Files, now_seconds: float, check_lease: Check) -> CatalogS
         state.suspect |= None in found
     state.left = len(logs) - len(state.logs)
     overlays = await _overlays(files, state, check_lease)
-    state.log_rows = await anyio.to_thread.run_sync(_merge, parts)
+    state.log_rows = await run_in_thread(_merge, parts)
     state.fresh = state.log_rows
     if overlays:
-        state.fresh = await anyio.to_thread.run_sync(_merge, [*overlays, state.log_rows])
+        state.fresh = await run_in_thread(_merge, [*overlays, state.log_rows])
     return state
 
 
@@ -155,11 +154,11 @@ async def all_rows(
     step = -(-len(shards) // passes)
     for first in range(0, len(shards), step):
         some = shards[first : first + step]
-        parts = await anyio.to_thread.run_sync(in_shards, overlays, some)
+        parts = await run_in_thread(in_shards, overlays, some)
         for at in range(0, len(logs), READS_MAX):
             found = await _read(files, [one.found for one in logs[at : at + READS_MAX]])
-            parts += await anyio.to_thread.run_sync(in_shards, found, some)
-        fresh = await anyio.to_thread.run_sync(_merge, parts)
+            parts += await run_in_thread(in_shards, found, some)
+        fresh = await run_in_thread(_merge, parts)
         async for _, rows, _ in merged_shards(base, fresh, some):
             yield rows
 
@@ -294,6 +293,6 @@ class BaseRows:
         if np.any(rows.keys[1:, 0] < rows.keys[:-1, 0]):
             # Shards cannot be cut from these rows.
             self._state.suspect = True
-            rows = await anyio.to_thread.run_sync(merged, rows)
+            rows = await run_in_thread(merged, rows)
         self._file = rows
         self._starts = shard_starts(rows)

@@ -13,17 +13,18 @@ byte, and its copy in the client.
 import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeVar, TypeVarTuple
 
 import anyio
 import anyio.to_thread
 import numpy as np
 import numpy.typing as npt
 
-from tiers.errors import ImageTruncated
-from tiers.threads import lower_priority
+from tiers.errors import ImageTruncated, TierUnavailable
+from tiers.threads import NoThread, lower_priority, starting_threads
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 Bytes = npt.NDArray[np.uint8]
 
 Seen = Callable[[int, int, int], None]
@@ -116,6 +117,8 @@ async def run_to_end(
 
     anyio shields the wait from its own cancel scopes, but a bare `Task.cancel()` (asyncio itself
     on SIGINT) passes that shield; so after any exception the thread is asked.
+
+    Raises `NoThread`, an OSError, where none is idle and none can be started.
     """
     ended: Future[None] = Future()
 
@@ -129,9 +132,10 @@ async def run_to_end(
             ended.set_result(None)
 
     try:
-        return await anyio.to_thread.run_sync(
-            tracked, limiter=limiter, abandon_on_cancel=abort is not None
-        )
+        with starting_threads():
+            return await anyio.to_thread.run_sync(
+                tracked, limiter=limiter, abandon_on_cancel=abort is not None
+            )
     except BaseException:
         # One that has not started is cancelled, and never does.
         while not (ended.cancel() or ended.done()):
@@ -142,6 +146,15 @@ async def run_to_end(
                 with contextlib.suppress(anyio.get_cancelled_exc_class()):
                     await anyio.sleep(0.001)
         raise
+
+
+async def run_in_thread(work: Callable[[*Ts], T], *given: *Ts) -> T:
+    """`work(*given)` in a thread. Raises `TierUnavailable` where none can be started: try again."""
+    try:
+        with starting_threads():
+            return await anyio.to_thread.run_sync(work, *given)
+    except NoThread as error:
+        raise TierUnavailable(str(error), retryable=True) from error
 
 
 def fill(found: Bytes | bytes, into: Bytes, seen: Seen | None) -> int:
