@@ -81,6 +81,9 @@ class ZmqReader:
         try:
             with contextlib.suppress(zmq.Again):
                 for _ in range(MESSAGES_PER_WAKE_MAX):
+                    # `received` may close it.
+                    if self._socket.closed:
+                        return
                     self._received(self._socket.recv_multipart(zmq.NOBLOCK))
             self.check()
         except BaseException as error:

@@ -13,6 +13,8 @@ Invariants:
 * Batches are applied in the order of their numbers, each once. Where one is missing and is not
   replayed within `REPLAY_SECONDS_MAX`, all of the engine's blocks are dropped: a subscriber may
   know too few blocks, never one that is long gone.
+* vLLM sends a whole replay in a row, and its socket drops what this process does not take in time.
+  So after each replay that brought something and is not whole, the rest is requested.
 * Batches that wait for a replay are bounded. Nothing here blocks, and no error ends the sidecar.
 * At most `BLOCKS_MAX` blocks are kept, and dropping one yields its removal, so the mirror always
   equals what subscribers were sent.
@@ -58,6 +60,9 @@ BATCH_BYTES_MAX: Final = 64 << 20
 WAITING_BYTES_MAX: Final = 64 << 20
 """Batches received during a replay. Beyond this, the replay is abandoned."""
 REPLAY_SECONDS_MAX: Final = 5.0
+"""Until the first batch of a replay."""
+REPLY_SECONDS_MAX: Final = 0.5
+"""Between two batches of a replay: the engine sends them in a row."""
 PAUSE_SECONDS: Final = 5.0
 """Pause before an engine is asked again. Doubles, up to the next constant."""
 PAUSE_SECONDS_MAX: Final = 300.0
@@ -83,6 +88,8 @@ class EngineFeed:
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._waiting_bytes = 0
         self._replaying: asyncio.TimerHandle | None = None
+        self._replayed = False
+        """Whether the current replay brought a new batch."""
         self._again: asyncio.TimerHandle | None = None
         self._pause_seconds = PAUSE_SECONDS
         self._loop = asyncio.get_running_loop()
@@ -124,11 +131,22 @@ class EngineFeed:
         sock.close(linger=0)
 
     def _replied(self, sequence: bytes, payload: bytes) -> None:
+        if self._replaying is None:
+            return
         if sequence == END_OF_REPLAY:
-            self._end_replay()
-            self._ask_later()
-        elif self._replaying is not None:
-            self._apply(number_of(sequence), payload)
+            waiting = self._waiting[0][0] if self._waiting else 0
+            self._end_replay(whole=waiting <= self._last + 1)
+            return
+        number = number_of(sequence)
+        if self._replayed and number > self._last + 1:
+            self._abandon_replay()
+            return
+        # What is missing before the first new one, the engine no longer has.
+        if number > self._last:
+            self._replayed = True
+            self._replaying.cancel()
+            self._replaying = self._loop.call_later(REPLY_SECONDS_MAX, self._abandon_replay)
+        self._apply(number, payload)
 
     def _receive(self, sequence: bytes, payload: bytes) -> None:
         number = number_of(sequence)
@@ -143,7 +161,7 @@ class EngineFeed:
         self._waiting.append((number, payload))
         self._waiting_bytes += len(payload)
         if len(self._waiting) > BATCHES_WAITING_MAX or self._waiting_bytes > WAITING_BYTES_MAX:
-            self._abandon_replay()
+            self._abandon_replay(whole=True)
 
     def _try_request(self) -> bool:
         """Request what is missing; False where that fails."""
@@ -166,15 +184,15 @@ class EngineFeed:
             self._dealer = self._connect(zmq.DEALER, self._replay_endpoint, self._replied)
         self._dealer.send_multipart((b"", number_frame(self._last + 1)), zmq.NOBLOCK)
         self._replaying = self._loop.call_later(REPLAY_SECONDS_MAX, self._abandon_replay)
+        self._replayed = False
         self._readers[self._dealer].check()
 
-    def _abandon_replay(self) -> None:
+    def _abandon_replay(self, *, whole: bool = False) -> None:
         """Abandon a replay, with its socket: late answers would be taken for those of the next."""
         if self._dealer is not None:
             self._disconnect(self._dealer)
             self._dealer = None
-        self._end_replay()
-        self._ask_later()
+        self._end_replay(whole=whole)
 
     def _ask_later(self) -> None:
         # Without new batches no gap would be noticed.
@@ -182,15 +200,18 @@ class EngineFeed:
             self._again = self._loop.call_later(self._pause_seconds, self._try_request)
             self._pause_seconds = min(2 * self._pause_seconds, PAUSE_SECONDS_MAX)
 
-    def _end_replay(self) -> None:
-        """End a replay: apply the batches received meanwhile."""
+    def _end_replay(self, *, whole: bool) -> None:
+        """End a replay: request its rest, or apply the batches received meanwhile."""
         if self._replaying is None:
             return
         self._replaying.cancel()
         self._replaying = None
+        if not whole and self._replayed and self._try_request():
+            return
         self._waiting_bytes = 0
         while self._waiting:
             self._apply(*self._waiting.popleft())
+        self._ask_later()
 
     def _apply(self, number: int, payload: bytes) -> None:
         if number <= self._last:

@@ -37,25 +37,8 @@ from tests.sidecar.client import (
     layout_of,
 )
 from tests.sidecar.configurations import with_events
+from tests.sidecar.engine_sockets import endpoints, publish, publishing, removed, stored
 from tests.sidecar.subscriber import Place, Subscriber, kv_events
-
-
-def stored(*names: int, parent: int | None = None, **fields: Any) -> Any:
-    return kv_events.BlockStored(
-        block_hashes=list(names),
-        parent_block_hash=parent,
-        token_ids=[10 * name + n for name in names for n in range(2)],
-        block_size=2,
-        lora_id=None,
-        medium="GPU",
-        lora_name=None,
-        **fields,
-    )
-
-
-def removed(*names: int, **fields: Any) -> Any:
-    return kv_events.BlockRemoved(block_hashes=list(names), medium="GPU", **fields)
-
 
 # --- the stream ----------------------------------------------------------------------------------
 
@@ -64,18 +47,8 @@ def removed(*names: int, **fields: Any) -> Any:
 def publisher(short_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """vLLM's own publisher, in this process; what it replays may come as late as it likes."""
     places.patch(monkeypatch, "REPLAY_SECONDS_MAX", WAIT_SECONDS_MAX)
-    made = kv_events.ZmqEventPublisher(
-        0,
-        endpoint=f"ipc://{short_directory}/engine",
-        replay_endpoint=f"ipc://{short_directory}/again",
-        buffer_steps=50,
-    )
-    yield made
-    made.shutdown()
-
-
-def publish(publisher: Any, *events: Any) -> None:
-    publisher.publish(kv_events.KVEventBatch(ts=1.0, events=list(events)))
+    with publishing(short_directory, buffer_steps=50) as made:
+        yield made
 
 
 @pytest.mark.promise("events-engine")
@@ -85,10 +58,7 @@ def test_an_engines_stream_is_joined(
     """What it told before anybody listened, what it tells then, and its end."""
     publish(publisher, stored(1, 2))
     config = with_events(short_directory)
-    attach = {
-        "events_endpoint": f"ipc://{short_directory}/engine",
-        "events_replay": f"ipc://{short_directory}/again",
-    }
+    attach = endpoints(short_directory)
     with RunningSidecar(config) as sidecar:
         follower = subscribe(sidecar)
         follower.recover()
@@ -127,10 +97,7 @@ def test_what_an_engine_cannot_replay_is_forgotten(
 ) -> None:
     for number in range(80):
         publish(publisher, stored(number))
-    attach = {
-        "events_endpoint": f"ipc://{short_directory}/engine",
-        "events_replay": f"ipc://{short_directory}/again",
-    }
+    attach = endpoints(short_directory)
     with RunningSidecar(with_events(short_directory)) as sidecar, Scheduler(sidecar.path, **attach):
         follower = subscribe(sidecar)
         while 1000 not in follower.names("GPU"):
@@ -146,10 +113,7 @@ def test_an_idle_engines_blocks_are_known_at_once(
 ) -> None:
     """It tells nothing more, and is asked by every sidecar that it attaches to."""
     publish(publisher, stored(1, 2))
-    attach = {
-        "events_endpoint": f"ipc://{short_directory}/engine",
-        "events_replay": f"ipc://{short_directory}/again",
-    }
+    attach = endpoints(short_directory)
     for _ in range(2):
         with (
             RunningSidecar(with_events(short_directory)) as sidecar,
@@ -162,155 +126,6 @@ def test_an_idle_engines_blocks_are_known_at_once(
             late.see()
             assert late.names("GPU") == {1, 2}
             assert sidecar.status()["events"]["engines"][0]["gaps"] == 0
-
-
-def test_an_idle_engine_that_answers_late_is_asked_again(
-    short_directory: Path, monkeypatch: pytest.MonkeyPatch, subscribe: Callable[..., Subscriber]
-) -> None:
-    places.patch(monkeypatch, "REPLAY_SECONDS_MAX", 0.1)
-    places.patch(monkeypatch, "PAUSE_SECONDS", 0.1)
-    attach = {
-        "events_endpoint": f"ipc://{short_directory}/engine",
-        "events_replay": f"ipc://{short_directory}/again",
-    }
-    batch = msgspec.msgpack.encode(kv_events.KVEventBatch(ts=0.0, events=[stored(1, 2)]))
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as engine:
-        engine.bind(attach["events_replay"])
-        with (
-            RunningSidecar(with_events(short_directory)) as sidecar,
-            Scheduler(sidecar.path, **attach),
-        ):
-            for _ in range(3):
-                asker, *asked = engine.recv_multipart()
-                assert asked == [b"", kvevents.number_frame(0)]
-            # Given up, each of them. The next is answered as soon as it comes, until one is heard.
-            while [one["blocks"] for one in sidecar.status()["events"]["engines"]] != [2]:
-                if engine.poll(10):
-                    asker, *_ = engine.recv_multipart()
-                    engine.send_multipart((asker, b"", b"", kvevents.number_frame(0), batch))
-                    engine.send_multipart((asker, b"", b"", kvevents.END_OF_REPLAY, b""))
-            follower = subscribe(sidecar)
-            follower.see()
-            assert follower.names("GPU") == {1, 2}
-
-
-def test_thousands_of_batches_are_replayed_without_a_gap(
-    short_directory: Path, subscribe: Callable[..., Subscriber]
-) -> None:
-    attach = {
-        "events_endpoint": f"ipc://{short_directory}/engine",
-        "events_replay": f"ipc://{short_directory}/again",
-    }
-    publisher = kv_events.ZmqEventPublisher(
-        0,
-        endpoint=attach["events_endpoint"],
-        replay_endpoint=attach["events_replay"],
-        buffer_steps=10_000,
-        max_queue_size=10_000,
-    )
-    try:
-        for number in range(8000):
-            publish(publisher, stored(number))
-        with (
-            RunningSidecar(with_events(short_directory)) as sidecar,
-            Scheduler(sidecar.path, topology="offloading", **attach),
-        ):
-            sidecar.wait_until(
-                lambda status: [one["blocks"] for one in status["events"]["engines"]] == [8000]
-            )
-            assert sidecar.status()["events"]["engines"][0]["gaps"] == 0
-    finally:
-        publisher.shutdown()
-
-
-def test_a_batch_that_the_subscription_missed_is_found_though_nothing_follows(
-    short_directory: Path, monkeypatch: pytest.MonkeyPatch, subscribe: Callable[..., Subscriber]
-) -> None:
-    """Published after the first replay, and before the subscription had effect."""
-    places.patch(monkeypatch, "PAUSE_SECONDS", 0.1)
-    attach = {
-        "events_endpoint": f"ipc://{short_directory}/engine",
-        "events_replay": f"ipc://{short_directory}/again",
-    }
-    batches = [
-        msgspec.msgpack.encode(kv_events.KVEventBatch(ts=0.0, events=[stored(name)]))
-        for name in (1, 2)
-    ]
-    # Its PUB socket is not bound, so that nothing else tells of the second one.
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as engine:
-        engine.bind(attach["events_replay"])
-        with (
-            RunningSidecar(with_events(short_directory)) as sidecar,
-            Scheduler(sidecar.path, **attach),
-        ):
-            for number, batch in enumerate(batches):
-                asker, *asked = engine.recv_multipart()
-                assert asked == [b"", kvevents.number_frame(number)]
-                engine.send_multipart((asker, b"", b"", kvevents.number_frame(number), batch))
-                engine.send_multipart((asker, b"", b"", kvevents.END_OF_REPLAY, b""))
-            follower = subscribe(sidecar)
-            follower.recover()
-            follower.until_equal({"GPU": {1, 2}})
-            assert sidecar.status()["events"]["engines"][0]["gaps"] == 0
-
-
-def test_what_follows_the_last_batch_waits_for_no_replay(
-    short_directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    places.patch(monkeypatch, "REPLAY_SECONDS_MAX", 3600.0)
-    batch = msgspec.msgpack.encode(kv_events.KVEventBatch(ts=0.0, events=[stored(1, 2)]))
-    attach = {
-        "events_endpoint": f"ipc://{short_directory}/engine",
-        "events_replay": f"ipc://{short_directory}/again",
-    }
-    with (
-        zmq.Context() as context,
-        context.socket(zmq.ROUTER) as silent,
-        context.socket(zmq.XPUB) as engine,
-    ):
-        silent.bind(attach["events_replay"])
-        engine.bind(attach["events_endpoint"])
-        with (
-            RunningSidecar(with_events(short_directory)) as sidecar,
-            Scheduler(sidecar.path, **attach),
-        ):
-            assert engine.recv() == b"\1", "it subscribes"
-            engine.send_multipart((b"", kvevents.number_frame(0), batch))
-            sidecar.wait_until(
-                lambda status: [one["blocks"] for one in status["events"]["engines"]] == [2]
-            )
-        silent.close(linger=0)
-
-
-def test_what_comes_while_a_replay_does_not_is_bounded_in_bytes(
-    short_directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """10,000 batches of up to 64 MiB each were kept."""
-    places.patch(monkeypatch, "REPLAY_SECONDS_MAX", 3600.0)
-    batch = msgspec.msgpack.encode(kv_events.KVEventBatch(ts=0.0, events=[stored(1, 2)]))
-    places.patch(monkeypatch, "WAITING_BYTES_MAX", 3 * len(batch))
-    attach = {
-        "events_endpoint": f"ipc://{short_directory}/engine",
-        "events_replay": f"ipc://{short_directory}/again",
-    }
-    with (
-        zmq.Context() as context,
-        context.socket(zmq.ROUTER) as silent,
-        context.socket(zmq.PUB) as engine,
-    ):
-        silent.bind(attach["events_replay"])
-        engine.bind(attach["events_endpoint"])
-        with (
-            RunningSidecar(with_events(short_directory)) as sidecar,
-            Scheduler(sidecar.path, **attach),
-        ):
-            # With a gap: what follows the last one need not wait.
-            number = 5
-            while [one["blocks"] for one in sidecar.status()["events"]["engines"]] != [2]:
-                engine.send_multipart((b"", kvevents.number_frame(number), batch))
-                number += 1
-                assert number < 1000, "it is waited for as before"
-        silent.close(linger=0)
 
 
 def test_an_engine_that_cannot_be_followed_is_served(
