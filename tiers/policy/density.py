@@ -22,9 +22,6 @@ Invariants:
   each key that is cached, up to `REMEMBERED_MAX`.
 * Worth is learned from `LEARNED_MIN` uses on. Until then, and while an LRU of the sample has more
   hits than this policy, the order is LRU.
-
-Rejected: an order of all keys, of which the head of a chain that no second request used goes first,
-and the rest of the chain is of no use then.
 """
 
 import heapq
@@ -157,6 +154,8 @@ class DensityPolicy:
         self._worth: list[list[float]] | None = None
         self._learned = 0
         self._now = 0
+        self._removed_words = list(range(KINDS))
+        """By kind, what is remembered of a key that is removed now: one number, to save memory."""
         self._requests = 0
         self._namings: list[_Naming] = []
         self._newest: _Entry | None = None
@@ -199,6 +198,7 @@ class DensityPolicy:
         base = USES * bisect_right(NEW_TOKENS, new_tokens)
         self._requests += 1
         flags = now << _FLAG_BITS | _TRIED * (self._requests % TRIED_EVERY == 0)
+        words_of = [flags | kind for kind in range(base, base + USES)]
         self._place_newest()
         # The head is used last, so that the tail is older.
         for key, entry in zip(reversed(keys), reversed(cached), strict=True):
@@ -211,18 +211,18 @@ class DensityPolicy:
                 if pinned and key in pinned:
                     held, pinned[key] = True, kind
                 else:
-                    young[name] = flags | kind
+                    young[name] = words_of[kind - base]
             else:
                 kind = entry.kind = base + _USED_AGAIN[entry.kind]
                 entry.last = now
                 if not entry.children:
                     self._push(entry)
-                if namings:
-                    for naming in namings:
-                        naming.over.add(entry)
+                for naming in namings:
+                    naming.over.add(entry)
             if not key[1][0] & mask:
                 sample.use(key, kind, now, cached=held)
         self._now = now
+        self._removed_words = [now << _FLAG_BITS | kind for kind in range(KINDS)]
         capacity = len(entries)
         remembered_max = max(REMEMBERED_MIN, min(REMEMBERED_SPAN * capacity, REMEMBERED_MAX))
         self._young_max = remembered_max // 2
@@ -311,7 +311,7 @@ class DensityPolicy:
                 # It may have left the cache while it was pinned.
                 del self._pinned[next(iter(self._pinned))]
         elif why is not _GONE:
-            self._young[hash(key)] = self._now << _FLAG_BITS | kind
+            self._young[hash(key)] = self._removed_words[kind]
             if len(self._young) > self._young_max:
                 self._forget()
 
