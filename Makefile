@@ -154,7 +154,7 @@ nightly: setup
 # What meets vLLM: its interfaces, its own scheduler, and its engines as far as releases may differ in
 # them. Tests of what a release has not are skipped (tests/releases.py).
 RELEASE_TESTS = tests/contract tests/connector tests/tiers/test_layout.py tests/tiers/test_packing.py \
-	$(patsubst %,tests/sidecar/test_%.py,events engine_events run_command) $(patsubst %,tests/e2e/test_%.py, \
+	$(patsubst %,tests/sidecar/test_%.py,events engine_events engine_feed run_command) $(patsubst %,tests/e2e/test_%.py, \
 	hits lifecycle events requests store store_buckets tp2 hybrid native_hits native_lifecycle \
 	native_requests native_store)
 test-release: $(if $(RELEASE),setup)
