@@ -256,14 +256,11 @@ class SelfChecks:
                 )
 
     def repair(self) -> None:
-        """Make removed sockets again, where the directory is ours or can be locked again."""
-        lost = [one for one in self._listeners if self._removed(one.path)]
-        if not lost:
-            return
+        """Make a removed lock and removed sockets again, unless another sidecar has the lock."""
         try:
             if not self._directory.held():
                 self._directory.retake()
-            for listener in lost:
+            for listener in [one for one in self._listeners if self._removed(one.path)]:
                 listener.bind_again()
                 self._files[listener.path] = _identity(listener.path)
                 self._dispatcher.socket_stats.sockets_renewed += 1
@@ -272,7 +269,7 @@ class SelfChecks:
                 )
         except (OSError, StartError) as error:
             # `check` reports it, and the next beat tries again.
-            _logger.debug("a socket cannot be made again", extra=fields(error=error))
+            _logger.debug("removed files cannot be made again", extra=fields(error=error))
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -173,6 +173,15 @@ def test_a_removed_runtime_directory_is_made_again(sidecar: RunningSidecar) -> N
     works(sidecar)
 
 
+def test_a_removed_lock_is_made_again(sidecar: RunningSidecar) -> None:
+    """Else another sidecar could start, and this one was unready until a restart."""
+    lock = sidecar.path.parent / "lock"
+    lock.unlink()
+    wait_for(lock.exists)
+    wait_for(lambda: readyz(sidecar.info.http_url)[0] == 200)
+    works(sidecar)
+
+
 def test_a_directory_that_another_sidecar_took_is_left_to_it(
     sidecar: RunningSidecar, short_directory: Path
 ) -> None:
