@@ -5,14 +5,13 @@ nothing.
 """
 
 import contextlib
-import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from sidecar.config.model import Config
-from tiers.kv.memfd import MemoryFilesystem, memory_filesystem
+from tiers.kv.memfd import memory_kind
 from tiers.sizes import approximate_size
 
 FILES_PER_SESSION: Final = 3
@@ -45,23 +44,14 @@ def allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def memory_kind(directory: Path) -> MemoryFilesystem | None:
-    """The memory file system that a directory is on; None: it is on a disk."""
-    fd = os.open(directory, os.O_PATH | os.O_CLOEXEC)
-    try:
-        return memory_filesystem(fd)
-    finally:
-        os.close(fd)
-
-
 def _disk(config: Config) -> Iterator[Shortage]:
     directory = config.host.directory
     with contextlib.suppress(OSError):
         if memory_kind(directory) is None:
             yield Shortage(
                 f"host.directory {directory}",
-                "it is on a disk, not in a memory file system (tmpfs or hugetlbfs, as statfs says):"
-                " stores and loads are slow, the disk wears, and the file outlives a reboot, which "
+                "it is on a disk, not in a memory file system (tmpfs or ramfs, as statfs says): "
+                "stores and loads are slow, the disk wears, and the file outlives a reboot, which "
                 "loses what is in it",
                 "choose one such as /dev/shm",
             )

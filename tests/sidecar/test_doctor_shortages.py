@@ -86,7 +86,7 @@ def test_both_warn_of_a_pool_on_a_disk(commands: Commands, world: World) -> None
         file = world.config(
             {"host": {"directory": "/var/tmp"}, "http": {"port": world.taken_port()}}
         )
-    told = "it is on a disk, not in a memory file system (tmpfs or hugetlbfs"
+    told = "it is on a disk, not in a memory file system (tmpfs or ramfs"
     doctor = commands.run("doctor", "--config", str(file))
     assert any(told in line for line in doctor.lines("warn")), doctor.out
     assert told in commands.run("serve", "--config", str(file)).err

@@ -332,6 +332,15 @@ def test_a_check_says_what_opening_would_and_changes_nothing(
     assert bool(checked) == (free_bytes < PAGES * PAGE)
 
 
+def test_a_hugetlbfs_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file there takes whole huge pages, and the pool's table ends at a small one."""
+    places.patch(monkeypatch, "memory_kind", lambda _: "hugetlbfs")
+    for call in (lambda: check_pool(path, PAGES * PAGE), lambda: open_pool(path)):
+        with pytest.raises(PoolError, match=r"host\.directory=.*hugetlbfs.*/dev/shm"):
+            call()
+    assert not path.exists()
+
+
 def test_file_longer_than_its_pool_is_cut(path: Path) -> None:
     """Its owner was killed after it grew the file, or before it shrank it."""
     offsets = left_pool(path)

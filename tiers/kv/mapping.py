@@ -76,10 +76,9 @@ def map_shared(fd: int, size_bytes: int, *, writable: bool = True) -> tuple[mmap
     """
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    # Addresses only, of which a part is mapped to the file. The owner unmaps all of them. On a
-    # hugetlbfs the kernel maps whole huge pages, so there is room for the rest of one.
+    # Addresses only, of which a part is mapped to the file. The owner unmaps all of them.
     try:
-        owner = mmap.mmap(-1, size_bytes + 2 * HUGE_PAGE_BYTES, flags=private)
+        owner = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=private)
     except OSError as error:
         if error.errno != errno.ENOMEM:
             raise

@@ -16,6 +16,7 @@ import fcntl
 import mmap
 import os
 import stat
+from pathlib import Path
 from typing import Final, Literal
 
 from tiers.kv.layout import Bytes
@@ -119,3 +120,12 @@ def memory_filesystem(fd: int) -> MemoryFilesystem | None:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
     return _MAGIC.get(ctypes.c_uint32.from_buffer(answer).value)
+
+
+def memory_kind(directory: Path) -> MemoryFilesystem | None:
+    """The memory file system that a directory is on; None: it is on a disk. Raises `OSError`."""
+    fd = os.open(directory, os.O_PATH | os.O_CLOEXEC)
+    try:
+        return memory_filesystem(fd)
+    finally:
+        os.close(fd)

@@ -24,6 +24,7 @@ import numpy as np
 from tiers.errors import PoolError
 from tiers.kv.layout import Bytes
 from tiers.kv.mapping import map_shared, populate
+from tiers.kv.memfd import memory_kind
 from tiers.pool.lock import (
     Owner,
     check_lock,
@@ -283,8 +284,14 @@ def _require_room(
 ) -> None:
     """Raise `PoolError` without room for the file's growth, `freed_bytes` being freed before.
 
-    `full`: there is none, as the file system said.
+    `full`: there is none, as the file system said. Also raises it for a hugetlbfs, where a file has
+    whole huge pages only.
     """
+    if memory_kind(path.parent) == "hugetlbfs":
+        raise PoolError(
+            f"host.directory={path.parent}: is a hugetlbfs, which takes whole huge pages only; "
+            "choose a tmpfs such as /dev/shm, which needs no setting for huge pages"
+        )
     file_system = os.statvfs(path.parent)
     room = file_system.f_bavail * file_system.f_frsize + freed_bytes
     # A tmpfs that is mounted without a limit reports no blocks at all.
