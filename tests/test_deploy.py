@@ -46,6 +46,13 @@ def test_the_runtime_directory_outlives_the_unit() -> None:
     assert "RuntimeDirectoryPreserve=yes\n" in UNIT.read_text()
 
 
+def test_the_unit_leaves_the_gpus_to_the_sidecar() -> None:
+    """Each of these keeps devices away; `ProtectClock` does up to systemd 252."""
+    text = UNIT.read_text()
+    for line in ("ProtectClock", "PrivateDevices", "DevicePolicy", "DeviceAllow"):
+        assert f"\n{line}=" not in text, line
+
+
 def test_the_unit_knows_the_exit_codes() -> None:
     text = UNIT.read_text()
     # 3 may end well at any later start.

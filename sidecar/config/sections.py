@@ -260,7 +260,7 @@ class QuotaSettings(Section):
     """Limits of one tenant."""
 
     host_max: Size | None = Field(default=None, ge=1)
-    """Host memory; at the limit, its least recently used chunks are evicted. null: no limit."""
+    """Host memory; at the limit, chunks of its own are evicted. null: no limit."""
     store_max: Size | None = Field(default=None, ge=1)
     """Bytes in a namespace of the object store; at the limit, nothing more is written."""
     store_objects_max: Count | None = Field(default=None, ge=1)
