@@ -78,6 +78,21 @@ class TestLocalSynced(TierSuite):
         yield tier
         await tier.close()
 
+    async def test_the_names_of_new_folders_are_flushed(
+        self, tier: UrlObjects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        flushed: list[str] = []
+        fsync = os.fsync
+
+        def noting(fd: int) -> None:
+            flushed.append(os.readlink(f"/proc/self/fd/{fd}"))
+            fsync(fd)
+
+        monkeypatch.setattr(os, "fsync", noting)
+        await tier.write("v1/a/object", image_of(5))
+        for folder in (tmp_path, tmp_path / "v1", tmp_path / "v1" / "a"):
+            assert str(folder) in flushed
+
 
 class TestSeaweed(TierSuite):
     @pytest.fixture

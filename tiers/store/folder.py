@@ -173,11 +173,7 @@ class LocalFolder:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
         if self._fsync:
-            folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            _sync_folder(os.path.dirname(path))
 
     def _in_folder(self, path: str, work: Callable[[], T]) -> T:
         """Do `work`, which needs the folder of `path`."""
@@ -192,17 +188,22 @@ class LocalFolder:
 
     def _make_folders(self, path: str) -> None:
         try:
-            os.mkdir(path, self._folder_mode)
+            self._make_folder(path)
         except FileNotFoundError:
             self._make_folders(os.path.dirname(path))
             with contextlib.suppress(FileExistsError):
-                os.mkdir(path, self._folder_mode)
+                self._make_folder(path)
         except FileExistsError as error:
             if os.path.isdir(path) or not os.path.lexists(path):
                 # It exists, or a removal has taken it away again, which the caller finds out.
                 return
             # Not the name that is written: a file, or a dangling link, on the way to it.
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from error
+
+    def _make_folder(self, path: str) -> None:
+        os.mkdir(path, self._folder_mode)
+        if self._fsync:
+            _sync_folder(os.path.dirname(path))
 
     def _get(self, path: str, into: Bytes, seen: Seen | None) -> int:
         try:
@@ -341,6 +342,15 @@ class LocalFolder:
         # Raises if there is nothing to move, before a folder is made for it.
         os.lstat(path)
         self._in_folder(target, lambda: os.replace(path, target))
+
+
+def _sync_folder(path: str) -> None:
+    """Flush the names in a folder to the disk."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def _open_object(path: str) -> int:
