@@ -108,9 +108,10 @@ class CatalogLease:
     async def renew(self, *, now: bool = False) -> bool:
         """Keep it, if a third of its time has passed. False: it was lost. Raises tier errors.
 
-        `now`: whatever time has passed, so that `store_seconds` is the present.
+        `now`: whatever time has passed, so that `store_seconds` is the present. A lease that has
+        expired is kept if nobody took it: a request may have lasted longer.
         """
-        if not self.held:
+        if self.generation < 0:
             return False
         if not now and self._clock() - self._renewed < self._seconds / 3:
             return True

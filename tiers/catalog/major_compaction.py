@@ -198,7 +198,7 @@ class MajorCompaction:
             await work.check_lease()
             rows = found
             if plan.reconcile or (deletes and len(withdrawn)):
-                listing = await list_shard(work.tier, work.prefix, shard)
+                listing = await list_shard(work.tier, work.prefix, shard, work.check_lease)
                 objects = {one.name: (one.size_bytes, one.modified_seconds) for one in listing}
                 if plan.reconcile:
                     rows = await self._reconcile(rows, objects)

@@ -47,8 +47,16 @@ async def nonempty_shards(tier: ObjectTier, prefix: str) -> list[int]:
     return [shard for shard in range(SHARDS) if shard_folder(prefix, shard) in there]
 
 
-async def list_shard(tier: ObjectTier, prefix: str, shard: int) -> Listing:
-    """All objects in one shard. Raises the tier's errors."""
+async def list_shard(
+    tier: ObjectTier,
+    prefix: str,
+    shard: int,
+    between: Callable[[], Awaitable[object]] | None = None,
+) -> Listing:
+    """All objects in one shard. Raises the tier's errors.
+
+    `between` is called between two pages: a large shard may take longer than a lease lasts.
+    """
     folder = shard_folder(prefix, shard)
     found: Listing = []
     after = ""
@@ -58,6 +66,8 @@ async def list_shard(tier: ObjectTier, prefix: str, shard: int) -> Listing:
         found += page
         if len(page) < LIST_PAGE_NAMES:
             return found
+        if between is not None:
+            await between()
         # The last name may be foreign. The next page begins after it all the same.
         before, after = after, max(one.name for one in page)
         if after <= before:
@@ -138,7 +148,7 @@ async def remove_leftovers(
         prefixes = [parse_namespace(found.name.removeprefix(_QUARANTINED)) for found in there]
     for folder in sorted(f"{_QUARANTINED}{prefix}" for prefix in prefixes if prefix is not None):
         for shard in await nonempty_shards(tier, folder):
-            listing = await list_shard(tier, folder, shard)
+            listing = await list_shard(tier, folder, shard, renew_lease)
             doomed = await run_in_thread(_too_old, listing, before, report)
             if not await remove(doomed):
                 return report

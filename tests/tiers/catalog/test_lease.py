@@ -71,6 +71,19 @@ async def test_a_holder_that_died_is_waited_for() -> None:
     assert [one.held, two.held] == [False, True]
 
 
+async def test_a_slow_holder_keeps_what_nobody_took() -> None:
+    """One request of a large namespace may last longer than the lease."""
+    bucket, clock = Bucket(), Clock()
+    one, two = lease(bucket, clock), lease(bucket, clock, "two")
+    assert await one.acquire()
+    assert not await two.acquire()
+    clock.now += 100
+    held_before = one.held
+    assert await one.renew()
+    assert [held_before, one.held] == [False, True]
+    assert not await two.acquire()
+
+
 async def test_renewing_keeps_it() -> None:
     bucket, clock = Bucket(), Clock()
     one, two = lease(bucket, clock), lease(bucket, clock, "two")

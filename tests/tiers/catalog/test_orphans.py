@@ -103,6 +103,38 @@ async def test_a_foreign_name_in_a_slice_does_not_end_a_sweep_of_it(
     assert path.exists()
 
 
+class Paged(View):
+    """Counts the pages that are requested."""
+
+    pages = 0
+
+    async def list(
+        self, prefix: str, *, start_after: str = "", deep: bool = True, names_max: int | None = None
+    ) -> Listing:
+        self.pages += names_max is not None
+        return await super().list(prefix, start_after=start_after, deep=deep, names_max=names_max)
+
+
+async def test_the_lease_is_renewed_before_each_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard of many pages outlasted it, and every later collection ended there, too."""
+    places.patch(monkeypatch, "LIST_PAGE_NAMES", 2)
+    tier = Paged(Bucket())
+    for number in range(7):
+        name = object_name(NAMESPACE, bytes(32), Segment(0, 8, number, 1))
+        await tier.write(name, image_of(10))
+    most = 0
+
+    async def renew() -> bool:
+        nonlocal most
+        most, tier.pages = max(most, tier.pages), 0
+        return True
+
+    plan = CompactionPlan(RetentionRules(), 100.0, 300.0, major=True, reconcile=True)
+    report = await compact(tier, PREFIX, plan, time.time() + 2 * YOUNG_SECONDS, renew_lease=renew)
+    assert report.found == 7
+    assert most == 1
+
+
 class Deaf(View):
     """A server that begins at the start, whatever it was asked."""
 
