@@ -45,7 +45,11 @@ ADAPTER_SETTINGS: Final = (
 _QUANTIZATION_VARIABLES: Final = (
     "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
     "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_B12X_MOE_FP4_FORCE_A16",
+    "VLLM_CPU_INT4_W4A8",
 )
+"""Weights or activations of another precision than the model's own settings say."""
 LLAMA4_TUNED_FROM: Final = 32_768
 """Beyond this `max_model_len` Llama 4 scales its queries, unless told otherwise."""
 _CUDA_BACKENDS_BY_TOKEN: Final = {

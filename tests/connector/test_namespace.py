@@ -120,6 +120,23 @@ class TestNamespace:
         found.append(namespace(model))
         assert len(set(found)) == 4
 
+    @pytest.mark.promise("engine-settings")
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("VLLM_MARLIN_INPUT_DTYPE", "int8"),
+            ("VLLM_B12X_MOE_FP4_FORCE_A16", "1"),
+            ("VLLM_CPU_INT4_W4A8", "0"),
+        ],
+    )
+    def test_a_variable_that_sets_the_precision_of_activations(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+    ) -> None:
+        model = write_weights(tmp_path)
+        before = namespace(model)
+        monkeypatch.setenv(name, value)
+        assert namespace(model) != before
+
     def test_tensorizer_weights_in_another_place(self, tmp_path: Path) -> None:
         write_weights(tmp_path)
         (tmp_path / "model.tensors").write_bytes(b"a" * 5000)
