@@ -42,7 +42,8 @@ from tiers.store.object_tier import ObjectTier
 
 LEASE_SECONDS: Final = 60.0
 RELEASE_SECONDS_MAX: Final = 5.0
-KEEP_SECONDS_MIN: Final = 600.0
+KEEP_SECONDS_MIN: Final = 120.0
+"""How long merged logs stay, for readers that have not read them. Each refresh lists them."""
 KEEP_REFRESHES: Final = 20
 CROWDED_SECONDS: Final = 30.0
 CROWDED_FILES: Final = 500

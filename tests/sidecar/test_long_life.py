@@ -139,7 +139,7 @@ def test_stores_and_loads_leave_nothing_behind(
 ) -> None:
     objects = short_directory / "objects"
     monkeypatch.setenv(altered.OBJECTS, str(objects))
-    # Merged logs are kept for ten minutes: all that time there would be more of them.
+    # Merged logs are kept for two minutes: all that time there would be more of them.
     constants = {"KEEP_SECONDS_MIN": 1.0, "KEEP_REFRESHES": 10, "ABANDONED_SECONDS": 5.0}
     monkeypatch.setenv(altered.CONSTANTS, json.dumps(constants))
     # A thread that starts late would bring an arena of its own, of some megabytes.

@@ -271,7 +271,8 @@ class _Compaction:
             if not np.array_equal(into[:size_bytes], body):
                 raise Superseded(f"generation {manifest.generation} is another's") from None
         listing = await work.tier.list(f"{work.files.folder}/manifest")
-        newest = max(sort_out(work.files.folder, listing).manifests, default=-1)
+        found = await sort_out(work.files.folder, listing)
+        newest = max(found.manifests, default=-1)
         if newest != manifest.generation:
             raise Superseded(f"generation {newest} is there already")
 

@@ -18,9 +18,10 @@ error of the tier: foreign names are skipped, sizes are bounded.
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Generator
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
 from typing import Final, NamedTuple
 
+import anyio
 import numpy as np
 
 from tiers.catalog import manifest as manifests
@@ -41,7 +42,7 @@ from tiers.catalog.names import (
     parse_snapshot,
 )
 from tiers.catalog.rows import FILE_BYTES_MAX, Bytes, CatalogCorrupt, Rows, decode
-from tiers.errors import ChunkCorrupt, ChunkMissing, TierUnavailable
+from tiers.errors import ChunkCorrupt, ChunkMissing, TierError, TierUnavailable
 from tiers.store.client import Found, Listing, run_in_thread
 from tiers.store.object_tier import ObjectTier
 
@@ -50,6 +51,12 @@ CATALOG_PAGE_NAMES: Final = 1000
 PAGED_MAX: Final = 64
 """Refreshes after which all names are listed again, because some may have been removed."""
 BROKEN_KEPT_MAX: Final = 1024
+READS_MAX: Final = 8
+"""Files that are read at the same time."""
+READ_BYTES_MAX: Final = 32 * 1024 * 1024
+"""Bytes of log files that are read at the same time, unless one has more."""
+NAMES_PARSED_MAX: Final = 1000
+"""Names of a listing that are parsed on the event loop: two or three milliseconds."""
 
 _log = logging.getLogger(__name__)
 
@@ -70,8 +77,14 @@ class Contents(NamedTuple):
     snapshots: dict[str, Found]
 
 
-def sort_out(folder: str, listing: Listing) -> Contents:
+async def sort_out(folder: str, listing: Listing) -> Contents:
     """The files in a listing of a catalog's folder."""
+    if len(listing) > NAMES_PARSED_MAX:
+        return await run_in_thread(_sort_out, folder, listing)
+    return _sort_out(folder, listing)
+
+
+def _sort_out(folder: str, listing: Listing) -> Contents:
     logs: list[LogFile] = []
     manifests_found: dict[int, Found] = {}
     snapshots: dict[str, Found] = {}
@@ -107,6 +120,27 @@ class Files:
             self.counts.bytes_read += body.nbytes
             self.counts.rows_read += len(rows)
         return rows
+
+    async def read(self, wanted: Listing) -> list[Rows | TierError | None]:
+        """What `rows` returns or raises for each of these files, `READS_MAX` at the same time."""
+        found: list[Rows | TierError | None] = [None] * len(wanted)
+        limit = anyio.CapacityLimiter(READS_MAX)
+
+        async def read(index: int, name: str, size_bytes: int) -> None:
+            async with limit:
+                try:
+                    found[index] = await self.rows(name, size_bytes)
+                except TierError as error:
+                    found[index] = error
+
+        try:
+            async with anyio.create_task_group() as tasks:
+                for index, file in enumerate(wanted):
+                    tasks.start_soon(read, index, file.name, file.size_bytes)
+        except BaseExceptionGroup as group:
+            # The first error ended all others.
+            raise group.exceptions[0] from None
+        return found
 
     async def manifest(self, contents: Contents, above: int) -> Manifest | None:
         """The newest whole manifest with a generation of more than `above`, if there is one."""
@@ -190,31 +224,51 @@ class CatalogReader:
         known = self.logs_unmerged if newer is None and not listed_all else 0
         self.logs_unmerged = known + sum(not self._is_merged(file.log) for file in contents.logs)
         self._unfinished = True
+        async for rows in self._news(contents):
+            yield rows
+
+    async def _news(self, contents: Contents) -> AsyncIterator[Rows]:
+        """The rows of log files that are new."""
+        for some in _batches(self._unread(contents)):
+            found = await self._files.read([file.found for file, _ in some])
+            for (file, after_lost), rows in zip(some, found, strict=True):
+                if file.log.number <= self._position(file.log.writer):
+                    # A reload had its rows.
+                    continue
+                self._suspect |= after_lost
+                if isinstance(rows, ChunkMissing):
+                    # Merged and deleted since the listing: a manifest has its rows.
+                    return
+                if isinstance(rows, TierError):
+                    raise rows
+                if rows is not None:
+                    self.file = file.log
+                    yield rows
+                elif self._is_merged(file.log):
+                    # Compaction may have found it intact. Nobody announces its rows again.
+                    async for snapshot in self._reload(self.manifest):
+                        yield snapshot
+                self._positions[file.log.writer] = file
+        self._unfinished = False
+
+    def _unread(self, contents: Contents) -> list[tuple[LogFile, bool]]:
+        """Log files to read, in order, and whether files before each are lost."""
         gaps, self._gaps = self._gaps, {}
+        unread: list[tuple[LogFile, bool]] = []
+        last: dict[str, int] = {}
         for file in contents.logs:
-            writer, before = file.log.writer, self._position(file.log.writer)
-            if file.log.number <= before or writer in self._gaps:
+            writer, number = file.log.writer, file.log.number
+            before = last.setdefault(writer, self._position(writer))
+            if number <= before or writer in self._gaps:
                 continue
-            if file.log.number > before + 1 and gaps.get(writer) != before:
+            if number > before + 1 and gaps.get(writer) != before:
                 # A listing may show only the second of two files that were written while it ran.
                 # The next listing has the first one too, or it is lost.
                 self._gaps[writer] = before
                 continue
-            self._suspect |= file.log.number > before + 1
-            try:
-                rows = await self._files.rows(file.found.name, file.found.size_bytes)
-            except ChunkMissing:
-                # Merged and deleted since the listing: a manifest has its rows.
-                return
-            if rows is not None:
-                self.file = file.log
-                yield rows
-            elif self._is_merged(file.log):
-                # Compaction may have found it intact. Nobody announces its rows again.
-                async for snapshot in self._reload(self.manifest):
-                    yield snapshot
-            self._positions[writer] = file
-        self._unfinished = False
+            unread.append((file, number > before + 1))
+            last[writer] = number
+        return unread
 
     def take_suspect(self) -> bool:
         """Whether, since the last call, the catalog was absent, damaged or incomplete."""
@@ -288,7 +342,7 @@ class CatalogReader:
             self._paged = 0
             listing = await tier.list(folder)
             self.names_known = len(listing)
-            return sort_out(folder, listing)
+            return await sort_out(folder, listing)
         self._paged += 1
         found = await tier.list(f"{folder}/manifest")
         for entry in await tier.list(f"{folder}/log", deep=False):
@@ -298,8 +352,23 @@ class CatalogReader:
             file = self._positions.get(writer)
             start_after = file.found.name if file is not None else ""
             found += await tier.list(entry.name, start_after=start_after)
-        contents = sort_out(folder, found)
+        contents = await sort_out(folder, found)
         self.names_known += sum(
             file.log.number > self._position(file.log.writer) for file in contents.logs
         )
         return contents
+
+
+def _batches(unread: list[tuple[LogFile, bool]]) -> Iterator[list[tuple[LogFile, bool]]]:
+    """Files that are read together: `READS_MAX`, and `READ_BYTES_MAX` unless one has more."""
+    batch: list[tuple[LogFile, bool]] = []
+    num_bytes = 0
+    for one in unread:
+        size_bytes = one[0].found.size_bytes
+        if batch and (len(batch) == READS_MAX or num_bytes + size_bytes > READ_BYTES_MAX):
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(one)
+        num_bytes += size_bytes
+    if batch:
+        yield batch

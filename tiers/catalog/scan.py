@@ -17,15 +17,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias, TypeVar, TypeVarTuple
 
-import anyio
 import anyio.lowlevel
 import numpy as np
 
 from tiers.catalog.manifest import EMPTY_MANIFEST, Manifest
 from tiers.catalog.merge import SHARDS, merged, shard_starts
-from tiers.catalog.reader import Contents, Files, LogFile, sort_out
+from tiers.catalog.reader import READS_MAX, Contents, Files, LogFile, sort_out
 from tiers.catalog.rows import FILE_BYTES_MAX, Rows, joined
-from tiers.errors import ChunkMissing
+from tiers.errors import ChunkMissing, TierError
 from tiers.store.client import Found, Listing, run_in_thread
 
 Check: TypeAlias = Callable[[], Awaitable[None]]
@@ -38,7 +37,6 @@ PASS_ROWS_MAX: Final = 1_000_000
 """Rows of logs that `all_rows` has at a time: 100 MB, and as much again while they are merged."""
 ROW_BYTES_MIN: Final = 96
 """A row in a file: its columns of a fixed width."""
-READS_MAX: Final = 8
 GAP_SECONDS: Final = 60.0
 """A file that is missing before one of this age is lost; before a younger one it may still come."""
 FEW_ROWS: Final = 256
@@ -115,7 +113,7 @@ async def load(files: Files, now_seconds: float, check_lease: Check) -> CatalogS
 
 async def _begin(files: Files, now_seconds: float) -> tuple[CatalogState, list[LogFile]]:
     """The catalog with none of its rows, and the log files that are not merged."""
-    contents = sort_out(files.folder, await files.tier.list(files.folder))
+    contents = await sort_out(files.folder, await files.tier.list(files.folder))
     newest = await files.manifest(contents, -1)
     manifest = newest or EMPTY_MANIFEST
     broken = bool(contents.manifests) and max(contents.manifests) != manifest.generation
@@ -201,24 +199,16 @@ def _unmerged(
 
 async def _read(files: Files, wanted: Listing) -> list[Rows | None]:
     """These files, in order; None for one that is broken or lost."""
-    found: list[Rows | None] = [None] * len(wanted)
-    limit = anyio.CapacityLimiter(READS_MAX)
+    found: list[Rows | None] = []
     missing: list[str] = []
-
-    async def read(index: int, name: str, size_bytes: int) -> None:
-        async with limit:
-            try:
-                found[index] = await files.rows(name, size_bytes)
-            except ChunkMissing:
-                missing.append(name)
-
-    try:
-        async with anyio.create_task_group() as tasks:
-            for index, file in enumerate(wanted):
-                tasks.start_soon(read, index, file.name, file.size_bytes)
-    except BaseExceptionGroup as group:
-        # The first error ended all others.
-        raise group.exceptions[0] from None
+    for file, rows in zip(wanted, await files.read(wanted), strict=True):
+        if isinstance(rows, ChunkMissing):
+            missing.append(file.name)
+            found.append(None)
+        elif isinstance(rows, TierError):
+            raise rows
+        else:
+            found.append(rows)
     if missing:
         await _check_current(files, missing[0])
     return found
@@ -226,7 +216,7 @@ async def _read(files: Files, wanted: Listing) -> list[Rows | None]:
 
 async def _check_current(files: Files, name: str) -> None:
     """Raise `Superseded` where a missing file was merged and deleted meanwhile, and is not lost."""
-    contents = sort_out(files.folder, await files.tier.list(files.folder))
+    contents = await sort_out(files.folder, await files.tier.list(files.folder))
     newest = await files.manifest(contents, -1)
     if newest is None:
         return

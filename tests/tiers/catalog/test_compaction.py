@@ -30,10 +30,10 @@ from tiers.catalog.names import (
     parse_manifest,
     parse_snapshot,
 )
-from tiers.catalog.reader import CatalogReader
+from tiers.catalog.reader import READS_MAX, CatalogReader
 from tiers.catalog.retention import Reasons, RetentionLimits, RetentionReason, RetentionRules
 from tiers.catalog.rows import Row, Rows
-from tiers.catalog.scan import READS_MAX, Superseded
+from tiers.catalog.scan import Superseded
 from tiers.catalog.usage import Usage
 from tiers.errors import TierUnavailable
 

@@ -69,7 +69,7 @@ async def test_sizes_of_a_namespace_come_to_what_they_are_counted_as(world: Worl
     small = await world.compact(RetentionRules(), major=False)
     assert not small.major
     files = Files(world.tier, FOLDER, Counts())
-    manifest = await files.manifest(sort_out(FOLDER, await world.tier.list(FOLDER)), -1)
+    manifest = await files.manifest(await sort_out(FOLDER, await world.tier.list(FOLDER)), -1)
     assert manifest is not None
     assert manifest.held.size_bytes == 9 * SIZE_LARGEST
 
@@ -122,7 +122,7 @@ async def test_more_writers_than_a_manifest_may_name_are_merged_all_the_same(
     for _ in range(4):
         report = await world.compact(RetentionRules())
         files = Files(world.tier, FOLDER, Counts())
-        manifest = await files.manifest(sort_out(FOLDER, await world.tier.list(FOLDER)), -1)
+        manifest = await files.manifest(await sort_out(FOLDER, await world.tier.list(FOLDER)), -1)
         assert manifest is not None
         assert len(manifest.merged) == 3
         assert await world.offered() == set(range(8))
