@@ -124,9 +124,11 @@ def run_collection(config: Config, namespace: str | None = None, *, wait: bool =
             while any(report.logs_left for report in reports):
                 reports = await _collect(config, store, lease, prefixes, reports)
             left = await _remove_leftovers(config, store, namespace and prefixes[0], lease)
-            if wait and any(report.waiting for report in reports):
-                await _wait(lease, plan_of(config).grace_seconds)
-                reports = await _collect(config, store, lease, prefixes, reports)
+            # What was withdrawn in the grace of what an earlier round withdrew has the next one.
+            for _ in range(2 if any(report.late for report in reports) else 1):
+                if wait and any(report.waiting for report in reports):
+                    await _wait(lease, plan_of(config).grace_seconds)
+                    reports = await _collect(config, store, lease, prefixes, reports)
         finally:
             with anyio.move_on_after(LEASE_POLL_SECONDS, shield=True):
                 await lease.release()

@@ -7,8 +7,8 @@ removing files that it has replaced. Does not own what a major compaction does
 A minor compaction adds a snapshot with the rows of new logs. A major one merges everything into
 sorted snapshots, and only it withdraws and deletes. A segment goes in two of them: the first
 withdraws it in a log; the second, at least `grace_seconds` later, deletes the object unless it was
-announced or written again. One in between does not restart the grace: it withdraws nothing, and
-what others withdrew meanwhile stays beyond the base.
+announced or written again. One in between does not restart the grace: what others withdrew
+meanwhile stays beyond the base, and it withdraws nothing unless an operator requested it.
 
 Any number of compactions may run at once, be killed at any step, and begin again: files are only
 added until one of them creates the manifest. The files of the others stay for an hour: two that
@@ -211,15 +211,12 @@ class _Compaction:
         work, report, before = self._work, self._report, state.manifest
         generation = state.next_generation
         deletes = self._grace_is_over(before)
-        # Nothing more is withdrawn before the end of the base's grace. But an operator who requests
-        # a major compaction wants the limits to hold now.
-        grace = before.base_withdrawn > 0 and before.base_seconds > 0
-        grace_runs = grace and not deletes and not work.plan.major
+        grace_runs = before.base_withdrawn > 0 and before.base_seconds > 0 and not deletes
         done = await MajorCompaction(work, state, self._log).run(
             SnapshotWriter(work, generation), deletes=deletes, grace_runs=grace_runs
         )
         usage, withdrawn = report.usage.total, report.usage.withdrawn
-        report.waiting = withdrawn
+        report.waiting, report.late = withdrawn, done.late_rows
         merged = self._merged(state, generation)
         if self._log.files:
             merged[self._log.writer] = Merged(self._log.files - 1, generation)

@@ -92,6 +92,8 @@ class CompactionReport:
     deleted: int = 0
     waiting: int = 0
     """Withdrawn segments that are still in their grace."""
+    late: int = 0
+    """How many of them were withdrawn while the grace of the others ran, and have the next one."""
     found: int = 0
     """Objects that no row named, or that a reader missed."""
     lost: int = 0
@@ -188,10 +190,13 @@ class MajorCompaction:
         """Merge all into `out`.
 
         `deletes`: what the base withdraws may be deleted now. `grace_runs`: its grace goes on, so
-        nothing is withdrawn for a limit, and what others withdrew is kept apart.
+        nothing is withdrawn for a limit, and what others withdrew is kept apart. But an operator
+        who requests a compaction wants the limits to hold now, until that becomes too much.
         """
         work, plan = self._work, self._work.plan
-        rules = RetentionRules() if grace_runs else plan.retention
+        late_rows = np.count_nonzero(self._state.fresh.size_bytes == 0)
+        withdraws = not grace_runs or (plan.major and late_rows <= LATE_ROWS_MAX)
+        rules = plan.retention if withdraws else RetentionRules()
         decision = await run_in_thread(RetentionDecision, await self._ages(rules))
         base_rows = BaseRows(work.files, self._state)
         async for shard, found, withdrawn in merged_shards(base_rows, self._state.fresh):
@@ -227,7 +232,9 @@ class MajorCompaction:
         late = going[~contained_in(rows.take(going), withdrawn)]
         if not len(late):
             return rows
-        if sum(len(one) for one in self._late) + len(late) > LATE_ROWS_MAX:
+        # What is withdrawn now is bounded, and must not put off the deletion of the rest.
+        few = sum(len(one) for one in self._late) + len(late) <= LATE_ROWS_MAX
+        if not few and not self._work.plan.major:
             self._restart_grace = True
             return rows
         self._late.append(rows.take(late))

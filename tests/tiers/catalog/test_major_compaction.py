@@ -122,6 +122,26 @@ async def test_many_rows_that_others_withdraw_make_a_base_wait_again(
     assert world.there() == set()
 
 
+@pytest.mark.parametrize("late_rows_max", [100, 5])
+async def test_an_operator_who_compacts_often_does_not_put_off_deletions(
+    world: World, monkeypatch: pytest.MonkeyPatch, late_rows_max: int
+) -> None:
+    places.patch(monkeypatch, "LATE_ROWS_MAX", late_rows_max)
+    bounds = RetentionRules(objects_max=20)
+    reader, seen = world.reader(), list[Row]()
+    for turn in range(29):
+        await world.write(*range(10 * turn, 10 * turn + 10))
+        world.bucket.now += 0.3 * GRACE
+        report = await world.compact(bounds)
+        seen += await new_rows(reader)
+        if late_rows_max == 100:
+            # The limit holds after each.
+            assert len(view_of(seen)) <= 20
+        assert view_of(seen) == await world.offered()
+        assert len(world.there()) <= 100
+        assert report.waiting == len(world.there()) - len(view_of(seen))
+
+
 async def test_what_is_lost_of_a_chunk_is_withdrawn_as_of_its_newest_segment(world: World) -> None:
     """Readers know one time for each chunk: the newest."""
     [first, second] = [Segment(0, 4, 0, 4), Segment(4, 8, 0, 4)]
