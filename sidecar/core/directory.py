@@ -392,8 +392,15 @@ class Directory:
     def drop_if_unused(self, chunk: Chunk) -> None:
         """Delete the chunk if it has no slot and no pin."""
         if chunk.pins == 0 and not chunk.detached and chunk.empty:
-            del chunk.realm.chunks[chunk.key]
-            chunk.detached = True
+            self._remove(chunk)
+
+    def _remove(self, chunk: Chunk) -> None:
+        realm, key = chunk.realm, chunk.key
+        del realm.chunks[key]
+        chunk.detached = True
+        if not self._readable:
+            # Nobody tells this sidecar when the object is collected. It is written again.
+            realm.stored.set(key, 0, 0)
 
     def move(self, segment: HostSegment, cause: Cause) -> None:
         """Change the state of a segment along the table. Raises `IllegalTransition`."""
@@ -417,8 +424,7 @@ class Directory:
         for segment in chunk.segments:
             if segment.state is not SegmentState.ABSENT:
                 self.move(segment, Cause.DETACHED)
-        del chunk.realm.chunks[chunk.key]
-        chunk.detached = True
+        self._remove(chunk)
 
     def not_kept(self, chunk: Chunk, gone: Gone | None) -> None:
         """Note that a chunk leaves host memory, or is not let in, and why, as in `Chunk.gone`.

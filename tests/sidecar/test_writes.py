@@ -154,6 +154,21 @@ def test_the_cold_end_is_examined_over_several_turns(monkeypatch: pytest.MonkeyP
     assert sorted(written(world)) == sorted(key(number) for number in range(1, 9))
 
 
+def test_without_reads_a_chunk_is_written_again_once_it_left_host_memory() -> None:
+    """Nobody tells such a sidecar that its object was collected."""
+    world, worker, _ = looking(slabs=16, store_reads=False)
+    for number in [*range(1, 31), 1]:
+        world.stored(worker, number, [number])
+        finish(world)
+    world.stored(worker, 31, [31])
+    assert world.engine.counters.chunks_evicted > 0
+    assert written(world) == [key(31)]
+    assert world.engine.counters.chunks_written == 31
+    # What is remembered of the store is no more than what host memory has.
+    [realm] = world.engine.directory.realms.values()
+    assert len(list(realm.stored.names())) <= 16
+
+
 def test_off_writes_nothing() -> None:
     world, worker, scheduler = looking(slabs=2, write=WritePolicy.OFF)
     for number in range(1, 6):
