@@ -8,7 +8,8 @@ of its own in the engine's KV cache groups:
 * a drafter that reads the token after a position (EAGLE, MTP) makes the KV of a block depend on
   that token, so the key of a chunk covers it (`keys.py`). vLLM drops the last block of a hit for
   the same reason;
-* a step that is too long for the drafter does not write its layers, so nothing of it is stored.
+* in vLLM's first model runner, a step that is too long for the drafter does not write its layers,
+  so nothing of it is stored. The second runs the drafter in each step.
 
 A drafter without layers (n-grams, suffixes, heads on hidden states) changes nothing.
 """
@@ -98,11 +99,11 @@ def speculation_of(vllm_config: Any) -> Speculation:
         **model_identity(model, str(load.load_format), sampled=samples_weights(vllm_config)),
     }
     lengths = (vllm_config.model_config.max_model_len, model.max_model_len)
-    longest = min(int(length) for length in lengths if length)
+    # One less than vLLM's own limit, which costs a few tokens of the longest context.
+    longest = min(int(length) for length in lengths if length) - draft_tokens - 1
     return Speculation(
         ahead_tokens=int(speculative.method in READS_AHEAD),
         drafter=drafter,
-        # One less than vLLM's own limit, which costs a few tokens of the longest context.
-        sequence_tokens_max=longest - draft_tokens - 1,
+        sequence_tokens_max=0 if vllm_config.use_v2_model_runner else longest,
         draft_tokens=draft_tokens,
     )

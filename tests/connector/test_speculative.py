@@ -289,6 +289,16 @@ def test_how_an_engine_drafts(model: Path, eagle: dict[str, Any]) -> None:
     assert not Speculation(sequence_tokens_max=5).leaves_out([])
 
 
+def test_the_second_model_runner_drafts_in_steps_of_any_length(
+    model: Path, eagle: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing was stored of the requests of a step beyond an EAGLE head's own length."""
+    config = vllm_config(model, speculative=eagle)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert config.use_v2_model_runner
+    assert not speculation_of(config).leaves_out([10**9])
+
+
 def test_keys_that_cover_the_next_token() -> None:
     """The same chunk before another token has another key; before none, it has no key yet."""
     tokens = list(range(8))
