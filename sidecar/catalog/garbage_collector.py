@@ -212,6 +212,7 @@ class Collector:
 
         Where another sidecar holds the lease, that is when it expires unless renewed.
         """
+        every = self._settings.gc.every
         try:
             before, self._last_seen = self._last_seen, await self._lease.poll()
             moved = before is not None and before != self._last_seen
@@ -230,14 +231,17 @@ class Collector:
             _logger.info("collection is left to another sidecar", extra=fields(reason=error))
         except TierError as error:
             self.collected.rounds_failed += 1
-            if not self._failing:
+            if self._failing:
+                # The others see the lease move at each of these polls, and run no round. They may
+                # be able to.
+                every *= 2
+            else:
                 _logger.warning("collection failed", extra=fields(reason=error))
             self._failing = True
         except Exception:
             # What is in a bucket is foreign. It must not end the sidecar, which serves engines.
             self.collected.rounds_failed += 1
             _logger.exception("collection failed")
-        every = self._settings.gc.every
         return min(every, self._lease.expires_in or every)
 
     async def _round(self) -> None:

@@ -201,9 +201,10 @@ class StoreWatch:
             reader = self._catalogs.reader(realm)
             async with contextlib.aclosing(reader.changes()) as changes:
                 async for rows in changes:
-                    # Own rows were counted when they were written.
+                    # Own rows were counted when they were written, and a manifest counts those of
+                    # its snapshots.
                     file = reader.file
-                    if file is None or file.writer != self._catalogs.writer_of(realm):
+                    if file is not None and file.writer != self._catalogs.writer_of(realm):
                         await self._count(realm, rows, file)
                     await self._feed_rows(realm, rows)
                     if not self._realms.knows(realm):
@@ -221,8 +222,8 @@ class StoreWatch:
         self._feed(CaughtUp(realm.realm_id))
         return None
 
-    async def _count(self, realm: RealmLayout, rows: Rows, file: LogName | None) -> None:
-        """Count the usage of the rows by tenant."""
+    async def _count(self, realm: RealmLayout, rows: Rows, file: LogName) -> None:
+        """Count the usage of the rows of a log file by tenant."""
         cells = await run_in_thread(cells_by_tenant, rows)
         for first in range(0, len(cells), TENANTS_PER_SLICE):
             if first:

@@ -102,7 +102,7 @@ def try_collection(
             for prefix in prefixes
         ]
         left = await _remove_leftovers(config, store, namespace and prefixes[0], None)
-        return _document(config, reports, left, dry_run=True)
+        return _document(config, reports, left, dry_run=True) | {"left_to_others": []}
 
     return run(config, command)
 
@@ -132,7 +132,10 @@ def run_collection(config: Config, namespace: str | None = None, *, wait: bool =
         finally:
             with anyio.move_on_after(LEASE_POLL_SECONDS, shield=True):
                 await lease.release()
-        return _document(config, reports, left, dry_run=False)
+        document = _document(config, reports, left, dry_run=False)
+        done = {report.prefix for report in reports}
+        others = [namespace_of(prefix) for prefix in prefixes if prefix not in done]
+        return document | {"left_to_others": others}
 
     return run(config, command)
 
@@ -149,12 +152,14 @@ async def _collect(
     reports, failure = await collect(store, lease, plan, prefixes, Counts())
     if failure is not None:
         raise failure
-    # There is none before the first round.
-    for first, second in zip(before, reports, strict=bool(before)):
-        for name in _SUMMED:
-            setattr(second, name, getattr(second, name) + getattr(first, name))
-        second.withdrawn_cells.add(first.withdrawn_cells.cells)
-    return reports
+    # Another process may have compacted a namespace in one of the rounds.
+    earlier = {report.prefix: report for report in before}
+    for second in reports:
+        if (first := earlier.pop(second.prefix, None)) is not None:
+            for name in _SUMMED:
+                setattr(second, name, getattr(second, name) + getattr(first, name))
+            second.withdrawn_cells.add(first.withdrawn_cells.cells)
+    return [*reports, *earlier.values()]
 
 
 async def _remove_leftovers(
@@ -251,6 +256,11 @@ def _text(document: Document) -> str:
         lines.append(
             f"this does not include {logs_left} files of the catalog, which are more than one "
             "round merges; kvlake gc without --dry-run merges all of them"
+        )
+    if others := document["left_to_others"]:
+        lines.append(
+            f"another process compacted {', '.join(others)} at the same time; run kvlake gc again "
+            "for it"
         )
     if document["dry_run"]:
         lines.append("nothing was changed (--dry-run)")

@@ -162,11 +162,15 @@ class Dispatcher:
         return SharedStore(tier, settings, catalogs, watch, collector)
 
     def _admits(self, realm_id: int, tenant: bytes, num_bytes: int, objects: int) -> bool:
-        """Whether a tenant's quota allows this write to a realm's namespace, as far as is known."""
-        quota = self.engine.tenants.quota(tenant)
-        if self.store is None or not quota.store_capped:
+        """Whether a tenant's quota allows this write to a realm's namespace, as far as is known.
+
+        Without a collector, what a tenant holds is not known: nothing says what a rule of the store
+        has deleted.
+        """
+        quota, store = self.engine.tenants.quota(tenant), self.store
+        if store is None or not quota.store_capped or not store.watch.health.creates:
             return True
-        held = self.store.catalogs.usage(tenant, self.realms[realm_id].namespace_digest)
+        held = store.catalogs.usage(tenant, self.realms[realm_id].namespace_digest)
         return quota.admits(held.size_bytes + num_bytes, held.objects + objects)
 
     def _has_room(self, realm_id: int, num_bytes: int, objects: int) -> bool:

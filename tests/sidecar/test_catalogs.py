@@ -6,7 +6,7 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
@@ -21,12 +21,13 @@ from tests.sidecar.client import (
     config_in,
     key_of,
 )
+from tests.sidecar.replacing import Replacing
 from tiers.errors import TierUnavailable
 from tiers.kv.index import FLAG_HOST, FLAG_STORE
 from tiers.store.middleware import Verb, Wrapper
 
 if TYPE_CHECKING:
-    from tiers.store.client import Bytes
+    from tiers.store.client import Bytes, Seen
     from tiers.store.object_tier import ObjectTier
 
 QUICK = {"refresh_seconds": 0.05, "catalog_flush": 0.05}
@@ -295,6 +296,73 @@ def test_what_a_tenant_wrote_counts_once_when_it_is_listed_and_merged(
         here.wait_until(merged)
         for sidecar in (here, there):
             sidecar.wait_until(lambda now: held(now) == written())
+
+
+class LogReads(Wrapper):
+    """Log files can be read, or cannot, or arrive damaged."""
+
+    mode: Literal["whole", "none", "damaged"] = "whole"
+
+    async def _around(self, verb: Verb, name: str, call: Callable[[], Awaitable[Any]]) -> Any:
+        del verb, name
+        return await call()
+
+    async def read(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
+        if "/log/" in name and self.mode == "none":
+            raise TierUnavailable("not yet", retryable=False)
+        size_bytes = await super().read(name, into, seen=seen)
+        if "/log/" in name and self.mode == "damaged":
+            into[:size_bytes] ^= 255
+        return size_bytes
+
+
+def test_what_is_read_from_snapshots_counts_once(
+    short_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counted twice for a tenant's limit, in the manifest and row by row."""
+    store = {"url": f"file://{short_directory}/bucket", **QUICK}
+    first = config_in(short_directory, store={**store, "gc": {"every": 1.0}})
+    second = config_in(
+        short_directory, store={**store, "gc": {"enabled": False}}, runtime={"name": "second"}
+    )
+    with (
+        RunningSidecar(first) as here,
+        RunningSidecar(second, wrap_store=LogReads) as there,
+        Worker(here.path) as worker,
+        Worker(there.path),
+    ):
+        for sidecar in (here, there):
+            looked_through(sidecar)
+        assert worker.store(0, key_of(0), [0]) is Outcome.OK
+        there.wait_until(holds(1))
+        monkeypatch.setattr(LogReads, "mode", "none")
+        for number in (1, 2):
+            assert worker.store(number, key_of(number), [0]) is Outcome.OK
+        here.wait_until(
+            lambda now: (
+                now["counters"]["chunks_written"] == 3
+                and not catalog(now)["rows_waiting"]
+                and now["tiers"]["store"]["collection"]["logs_merged"]
+                >= catalog(now)["files_written"]
+            )
+        )
+        monkeypatch.setattr(LogReads, "mode", "damaged")
+        there.wait_until(holds(3))
+        there.wait_until(lambda now: catalog(now)["files_corrupt"] > 0)
+        [tenant, _] = there.status()["tenants"]
+        assert tenant["store_objects"] == 3
+
+
+def test_a_tenants_limit_does_not_hold_where_nothing_is_collected(short_directory: Path) -> None:
+    """Nothing says what a rule of the store has deleted: once full, it never wrote again."""
+    store = {"url": f"file://{short_directory}/bucket", **QUICK}
+    config = config_in(short_directory, store=store, tenants={"default": {"store_objects_max": 2}})
+    with RunningSidecar(config, wrap_store=Replacing) as sidecar, Worker(sidecar.path) as worker:
+        looked_through(sidecar)
+        for number in range(4):
+            assert worker.store(number, key_of(number), [0]) is Outcome.OK
+        sidecar.wait_until(lambda now: now["counters"]["chunks_written"] == 4)
+        assert not sidecar.status()["counters"]["writes_refused_quota"]
 
 
 def found(now: dict[str, Any]) -> int:

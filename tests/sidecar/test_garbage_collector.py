@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.major_compaction import CompactionPlan, CompactionReport
 from tiers.catalog.manifest import Counts
 from tiers.catalog.names import (
+    FORMAT,
     NUMBER_MAX,
     catalog_folder,
     manifest_name,
@@ -216,3 +217,24 @@ async def test_a_lease_that_is_over_and_cannot_be_taken_is_asked_for_in_its_turn
     clock.now += 60.0
     assert await collector.poll() == 600.0
     assert collector.collected.rounds_failed == 1
+
+
+async def test_a_sidecar_whose_rounds_fail_leaves_a_turn_to_the_others() -> None:
+    class Failing(View):
+        async def list(self, *args: Any, **options: Any) -> Listing:
+            if args[0] == FORMAT:
+                raise TierExpired("slow", retryable=True)
+            return await super().list(*args, **options)
+
+    bucket, clock = Bucket(), Clock()
+    config = loads("store:\n  url: file:///not/used\n  gc: {every: 10m}\n", environment={})
+    health = StoreHealth(creates=True)
+    failing = Collector(Failing(bucket), config, health, lambda: 0, clock)
+    other = Collector(View(bucket), config, health, lambda: 0, clock)
+    due = {failing: 1.0, other: 0.0}
+    for _ in range(12):
+        one = min(due, key=lambda one: due[one])
+        clock.now = due[one]
+        due[one] += await one.poll()
+    assert failing.collected.rounds_failed > 0
+    assert other.collected.rounds_left < 5
