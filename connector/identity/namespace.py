@@ -16,7 +16,7 @@ is.
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, cast
@@ -330,13 +330,19 @@ def media_settings(multimodal_config: Any) -> dict[str, Any]:
     return description
 
 
-def long_rope(model: Any) -> bool | None:
-    """Whether a LongRoPE model uses its long factors, by `max_model_len`; None for other models."""
+def rope_parameters_of(model: Any) -> Iterator[dict[str, Any]]:
+    """The RoPE parameters of the model, or of each kind of its layers."""
     parameters: Mapping[str, Any] = getattr(model.hf_text_config, "rope_parameters", None) or {}
-    # Either for the model, or for each kind of layer.
     for one in (parameters, *parameters.values()):
-        if isinstance(one, dict) and one.get("rope_type") == "longrope":
-            return int(model.max_model_len) > int(one["original_max_position_embeddings"])
+        if isinstance(one, dict) and "rope_type" in one:
+            yield one
+
+
+def long_rope(model: Any) -> bool | None:
+    """Whether a LongRoPE model uses its long factors, by its length; None for other models."""
+    for one in rope_parameters_of(model):
+        if one["rope_type"] == "longrope":
+            return _length_of_layers(model) > int(one["original_max_position_embeddings"])
     return None
 
 
@@ -346,11 +352,15 @@ def _tunes_temperature(model: Any) -> bool:
     As `Llama4ForCausalLM` of vLLM decides it: what a generation configuration says goes first.
     """
     given = model.try_get_generation_config() | (model.override_generation_config or {})
-    length = model.max_model_len
+    tunes = _length_of_layers(model) > LLAMA4_TUNED_FROM
+    return bool(given.get("attn_temperature_tuning", tunes))
+
+
+def _length_of_layers(model: Any) -> int:
+    """The `max_model_len` that layers were made for: vLLM fits -1 to the memory later."""
     if model.original_max_model_len == -1:
-        # vLLM fits it to the memory later.
-        length = model.get_and_verify_max_len(-1)
-    return bool(given.get("attn_temperature_tuning", length > LLAMA4_TUNED_FROM))
+        return int(model.get_and_verify_max_len(-1))
+    return int(model.max_model_len)
 
 
 def overrides_of(model: Any) -> Any:

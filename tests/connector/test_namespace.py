@@ -205,10 +205,12 @@ class TestNamespace:
         rope: dict[str, Any] = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
         rope = {"full_attention": rope} if nested else rope
 
-        def of(max_model_len: int) -> bytes:
-            return namespace(tmp_path, rope=rope, max_model_len=max_model_len)
+        def of(max_model_len: int, **changes: Any) -> bytes:
+            return namespace(tmp_path, rope=rope, max_model_len=max_model_len, **changes)
 
         assert of(2048) == of(4096) != of(4097) == of(131072)
+        # Fitted to the memory after the layers were made.
+        assert of(2048, asked=-1) == of(131072)
         assert namespace(tmp_path, max_model_len=131072) == namespace(tmp_path)
 
     @pytest.mark.promise("engine-settings")
