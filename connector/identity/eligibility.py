@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
 
 from connector.identity.groups import FULL, RECURRENT, Attention, whole_blocks
 from connector.identity.mamba import ALIGNED, is_recurrent, mamba_unsupported_reason
+from connector.identity.namespace import rope_parameters_of
 from connector.identity.parallelism import parallel_layout_of
 from connector.identity.speculative import WITHOUT_LAYERS, speculation_unsupported_reason
 from sidecar.protocol import GROUPS_MAX
@@ -202,7 +203,30 @@ def prefix_unsupported_reason(vllm_config: Any, specs: Iterable[Any]) -> str:
         return "it is a diffusion model, which may emit tokens before their KV is final"
     if os.environ.get("VLLM_MOE_ROUTING_SIMULATION_STRATEGY"):
         return "VLLM_MOE_ROUTING_SIMULATION_STRATEGY sends each token to experts by chance"
-    return _batch_invariance_unsupported_reason(vllm_config)
+    return _rope_unsupported_reason(model) or _batch_invariance_unsupported_reason(vllm_config)
+
+
+def _rope_unsupported_reason(model: Any) -> str:
+    """Why the KV of a token depends on the other requests of its step, or nothing.
+
+    Transformers chooses the frequencies of all tokens of a step by the longest position among them
+    (`dynamic_rope_update` in its `modeling_rope_utils.py`). vLLM's own layers do not.
+    """
+    for one in rope_parameters_of(model):
+        kind = str(one["rope_type"])
+        if kind == "longrope":
+            length = int(one["original_max_position_embeddings"])
+        elif "dynamic" in kind:
+            length = int(getattr(model.hf_text_config, "max_position_embeddings", None) or 0)
+        else:
+            continue
+        if model.max_model_len > length and model.using_transformers_backend():
+            return (
+                f"beyond {length} tokens Transformers scales the RoPE ({kind}) of all requests of "
+                f"a step by the longest one; set --max-model-len {length}, or --model-impl vllm if "
+                "vLLM has the model itself"
+            )
+    return ""
 
 
 def _batch_invariance_unsupported_reason(vllm_config: Any) -> str:

@@ -13,19 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import ModelConfig
 from vllm.config.ec_transfer import ECTransferConfig
 from vllm.config.pooler import PoolerConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.platforms import CpuArchEnum
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
     MLAAttentionSpec,
     RSWASpec,
-    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
@@ -33,7 +32,6 @@ from connector.client import Attempt, Client
 from connector.export import ExportedMemory, ExportRefused
 from connector.identity.eligibility import (
     SINCE_VLLM_0_33,
-    host_tier_chunks_unsupported_reason,
     media_unsupported_reason,
     nodes_unsupported_reason,
     prefix_unsupported_reason,
@@ -241,6 +239,41 @@ class TestPrefixes:
         assert not prefix_unsupported_reason(config, [spec_of()])
         monkeypatch.setenv(name, "uniform_random")
         assert name in prefix_unsupported_reason(config, [spec_of()])
+
+    @pytest.mark.promise("refuse-prefixless")
+    @pytest.mark.parametrize(
+        ("kind", "length", "given"),
+        [
+            ("dynamic", 4096, {"factor": 2.0}),
+            (
+                "longrope",
+                1024,
+                {
+                    "original_max_position_embeddings": 1024,
+                    **dict.fromkeys(("short_factor", "long_factor"), [1.0] * 16),
+                },
+            ),
+        ],
+    )
+    def test_rope_by_the_longest_request_of_a_step(
+        self, model: Path, kind: str, length: int, given: dict[str, Any]
+    ) -> None:
+        """So Transformers computes it. vLLM's own layers have one scale for all requests."""
+        rope = {"rope_type": kind, "rope_theta": 1e4, **given}
+
+        def reason(max_model_len: int, model_impl: Any) -> str:
+            config = vllm_config(model)
+            config.model_config = ModelConfig(
+                model=str(model),
+                max_model_len=max_model_len,
+                model_impl=model_impl,
+                hf_overrides={"rope_parameters": rope},
+            )
+            return prefix_unsupported_reason(config, [spec_of()])
+
+        assert f"({kind})" in reason(length + 1, "transformers")
+        assert not reason(length, "transformers")
+        assert not reason(length + 1, "vllm")
 
     def test_media_that_another_process_encodes(self, model: Path) -> None:
         config = vllm_config(model, media_cache_gb=1.0)
@@ -460,25 +493,3 @@ class TestRefusedByRanks:
         assert "because its KV memory cannot be shared: [Errno 24] Too many open" in caplog.text
         assert engine.client.closed
         engine.check_idle()
-
-
-@pytest.mark.promise("offloading-windows")
-@pytest.mark.skipif(SINCE_VLLM_0_33, reason="before vLLM 0.33")
-def test_chunks_that_windows_leave_partly_written(model: Path) -> None:
-    config, full = vllm_config(model), spec_of()
-    window = spec_of(SlidingWindowSpec, sliding_window=64)
-    local = spec_of(ChunkedLocalAttentionSpec, attention_chunk_size=4 * BLOCK_TOKENS)
-    config.scheduler_config.disable_hybrid_kv_cache_manager = False
-    for specs, blocks, sound in (
-        ([full, window], 2, False),
-        ([full, window], 1, True),
-        ([full], 2, True),
-        ([full, local], 2, True),
-        ([full, local], 3, False),
-    ):
-        reason = host_tier_chunks_unsupported_reason(config, specs, blocks)
-        assert ("leave out block_size" in reason) != sound
-    # Then vLLM keeps all layers as it keeps full attention.
-    config.scheduler_config.disable_hybrid_kv_cache_manager = True
-    assert not host_tier_chunks_unsupported_reason(config, [full, window], 2)
-    assert host_tier_chunks_unsupported_reason(config, [window], 2)

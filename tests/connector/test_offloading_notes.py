@@ -19,8 +19,13 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.prefill_prefix_lm_attention import (
     PrefillPrefixLMAttention,
 )
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SlidingWindowSpec
 
-from connector.identity.eligibility import host_tier_rows_unsupported_reason
+from connector.identity.eligibility import (
+    SINCE_VLLM_0_33,
+    host_tier_chunks_unsupported_reason,
+    host_tier_rows_unsupported_reason,
+)
 from connector.offloading.spec import (
     NoCopies,
     identity_note,
@@ -130,6 +135,28 @@ def test_stages_of_equal_numbers_of_layers(model: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "0,2")
     assert "different numbers of layers" in refusal(stages=2)
     assert refusal(ranks=2) == ""
+
+
+@pytest.mark.promise("offloading-windows")
+@pytest.mark.skipif(SINCE_VLLM_0_33, reason="before vLLM 0.33")
+def test_chunks_that_windows_leave_partly_written(model: Path) -> None:
+    config, full = vllm_config(model), spec_of()
+    window = spec_of(SlidingWindowSpec, sliding_window=64)
+    local = spec_of(ChunkedLocalAttentionSpec, attention_chunk_size=4 * BLOCK_TOKENS)
+    config.scheduler_config.disable_hybrid_kv_cache_manager = False
+    for specs, blocks, sound in (
+        ([full, window], 2, False),
+        ([full, window], 1, True),
+        ([full], 2, True),
+        ([full, local], 2, True),
+        ([full, local], 3, False),
+    ):
+        reason = host_tier_chunks_unsupported_reason(config, specs, blocks)
+        assert ("leave out block_size" in reason) != sound
+    # Then vLLM keeps all layers as it keeps full attention.
+    config.scheduler_config.disable_hybrid_kv_cache_manager = True
+    assert not host_tier_chunks_unsupported_reason(config, [full, window], 2)
+    assert host_tier_chunks_unsupported_reason(config, [window], 2)
 
 
 @pytest.mark.promise("offloading-prefix-match")

@@ -121,6 +121,7 @@ ENGINE: Final[dict[str, Used]] = {
             "get_total_num_hidden_layers": "()",
             "get_and_verify_max_len": "(max_model_len)",
             "try_get_generation_config": "()",
+            "using_transformers_backend": "()",
         }
     ),
     "vllm.config.parallel:ParallelConfig": Used(
