@@ -42,14 +42,17 @@ ADAPTER_SETTINGS: Final = (
     "enable_mixed_moe_lora_format",
     "enable_tower_connector_lora",
 )
-_QUANTIZATION_VARIABLES: Final = (
-    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
-    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
-    "VLLM_MARLIN_INPUT_DTYPE",
-    "VLLM_B12X_MOE_FP4_FORCE_A16",
-    "VLLM_CPU_INT4_W4A8",
-)
-"""Weights or activations of another precision than the model's own settings say."""
+_QUANTIZATION_VARIABLES: Final = {
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG": "",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG": "",
+    "VLLM_MARLIN_INPUT_DTYPE": "",
+    "VLLM_B12X_MOE_FP4_FORCE_A16": "0",
+    "VLLM_CPU_INT4_W4A8": "1",
+}
+"""Weights or activations of another precision than the model's own settings say.
+
+With what vLLM takes each for if it is not set.
+"""
 LLAMA4_TUNED_FROM: Final = 32_768
 """Beyond this `max_model_len` Llama 4 scales its queries, unless told otherwise."""
 _CUDA_BACKENDS_BY_TOKEN: Final = {
@@ -283,7 +286,11 @@ def engine_settings(vllm_config: Any) -> dict[str, Any]:
 
 def _quantization_files(model: Any) -> dict[str, str]:
     """Digests of quantization settings that are neither in the model nor in its options."""
-    given = {name: os.environ.get(name, "") for name in _QUANTIZATION_VARIABLES}
+    given = {
+        name: text
+        for name, default in _QUANTIZATION_VARIABLES.items()
+        if (text := os.environ.get(name, default)) != default
+    }
     if isinstance(model.hf_overrides, dict):
         overrides = cast("dict[str, Any]", model.hf_overrides)
         given["torchao"] = str(overrides.get("quantization_config_file") or "")

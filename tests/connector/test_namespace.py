@@ -122,20 +122,23 @@ class TestNamespace:
 
     @pytest.mark.promise("engine-settings")
     @pytest.mark.parametrize(
-        ("name", "value"),
+        ("name", "value", "default"),
         [
-            ("VLLM_MARLIN_INPUT_DTYPE", "int8"),
-            ("VLLM_B12X_MOE_FP4_FORCE_A16", "1"),
-            ("VLLM_CPU_INT4_W4A8", "0"),
+            ("VLLM_MARLIN_INPUT_DTYPE", "int8", ""),
+            ("VLLM_B12X_MOE_FP4_FORCE_A16", "1", "0"),
+            ("VLLM_CPU_INT4_W4A8", "0", "1"),
         ],
     )
     def test_a_variable_that_sets_the_precision_of_activations(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, default: str
     ) -> None:
         model = write_weights(tmp_path)
+        monkeypatch.delenv(name, raising=False)
         before = namespace(model)
         monkeypatch.setenv(name, value)
         assert namespace(model) != before
+        monkeypatch.setenv(name, default)
+        assert namespace(model) == before
 
     def test_tensorizer_weights_in_another_place(self, tmp_path: Path) -> None:
         write_weights(tmp_path)
