@@ -98,6 +98,11 @@ def speculation_of(vllm_config: Any) -> Speculation:
         "quantization": str(model.quantization),
         **model_identity(model, str(load.load_format), sampled=samples_weights(vllm_config)),
     }
+    # Its layers may be in one group with the model's, whose encoding does not tell of these.
+    if speculative.kv_cache_dtype is not None:
+        drafter["kv_cache_dtype"] = str(speculative.kv_cache_dtype)
+    if speculative.attention_backend is not None:
+        drafter["attention_backend"] = str(speculative.attention_backend.name)
     lengths = (vllm_config.model_config.max_model_len, model.max_model_len)
     # One less than vLLM's own limit, which costs a few tokens of the longest context.
     longest = min(int(length) for length in lengths if length) - draft_tokens - 1

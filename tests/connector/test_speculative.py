@@ -210,6 +210,13 @@ class TestNamespace:
             self.namespace(model, {**eagle, "model": str(other)}),
         }
         assert len(found) == 3
+        # The specs of vLLM's layers are equal with both FP8 formats.
+        for name, values in {
+            "kv_cache_dtype": ("fp8_e4m3", "fp8_e5m2"),
+            "attention_backend": ("FLASH_ATTN", "TRITON_ATTN"),
+        }.items():
+            found |= {self.namespace(model, {**eagle, name: value}) for value in values}
+        assert len(found) == 7
         more = {**eagle, "num_speculative_tokens": 5}
         assert self.namespace(model, more) == self.namespace(model, eagle)
 

@@ -135,7 +135,8 @@ ENGINE: Final[dict[str, Used]] = {
     "vllm.config.speculative:SpeculativeConfig": Used(
         attributes(
             "method num_speculative_tokens parallel_drafting draft_model_config draft_load_config "
-            "draft_parallel_config num_speculative_tokens_per_batch_size"
+            "draft_parallel_config num_speculative_tokens_per_batch_size attention_backend "
+            "kv_cache_dtype"
         )
         | {
             "use_multi_module_mtp": "()",
