@@ -50,7 +50,7 @@ def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str:
     groups = kv_cache_config.kv_cache_groups
     specs = (spec for group in groups for spec in iter_layer_specs(group.kv_cache_spec))
     return (
-        fault_tolerance_unsupported_reason(vllm_config)
+        continuation_unsupported_reason(vllm_config)
         or nodes_unsupported_reason(vllm_config)
         or mamba_unsupported_reason(vllm_config, groups)
         or speculation_unsupported_reason(vllm_config)
@@ -272,14 +272,20 @@ def media_unsupported_reason(vllm_config: Any) -> str:
     )
 
 
-def fault_tolerance_unsupported_reason(vllm_config: Any) -> str:
-    """Why an engine that continues after a failed step cannot be cached, or nothing."""
-    if not vllm_config.parallel_config.enable_fault_tolerance:
-        return ""
-    return (
-        "enable_fault_tolerance is not supported by this release: a failed step may lose what a "
-        "rank reports of its loads and stores"
-    )
+def continuation_unsupported_reason(vllm_config: Any) -> str:
+    """Why an engine that continues after a failed step, or with more ranks, cannot be cached."""
+    parallel = vllm_config.parallel_config
+    if parallel.enable_fault_tolerance:
+        return (
+            "enable_fault_tolerance is not supported by this release: a failed step may lose what "
+            "a rank reports of its loads and stores"
+        )
+    if parallel.enable_elastic_ep:
+        return (
+            "enable_elastic_ep is not supported by this release: vLLM gives ranks that it adds the "
+            "weights of others, and says that they have random ones"
+        )
+    return ""
 
 
 # --- vLLM's own offloading ---------------------------------------------------------------------

@@ -246,7 +246,7 @@ def identity_note(vllm_config: Any, block_tokens: int) -> dict[str, Any]:
     """
     specs = layer_specs_of(vllm_config)
     if reason := (
-        eligibility.fault_tolerance_unsupported_reason(vllm_config)
+        eligibility.continuation_unsupported_reason(vllm_config)
         or speculation_unsupported_reason(vllm_config)
         or eligibility.prefix_match_unsupported_reason(vllm_config, specs, block_tokens)
     ):

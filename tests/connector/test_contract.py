@@ -342,6 +342,7 @@ class TestGpu:
             aux_output_config=SimpleNamespace(enabled=False),
             parallel_config=SimpleNamespace(
                 enable_fault_tolerance=False,
+                enable_elastic_ep=False,
                 distributed_executor_backend="mp",
                 nnodes_within_dp=1,
                 placement_group=None,

@@ -82,11 +82,12 @@ class TestRefused:
         assert f"{name}=2 is not supported" in reason_of(model, change, caplog)
 
     @pytest.mark.promise("refuse-retries")
-    def test_fault_tolerance(self, model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    @pytest.mark.parametrize("name", ["enable_fault_tolerance", "enable_elastic_ep"])
+    def test_continuation(self, model: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
         def change(config: Any, _: Any) -> None:
-            config.parallel_config.enable_fault_tolerance = True
+            setattr(config.parallel_config, name, True)
 
-        assert "enable_fault_tolerance" in reason_of(model, change, caplog)
+        assert f"{name} is not supported" in reason_of(model, change, caplog)
 
     @pytest.mark.promise("refuse-experts")
     def test_routed_experts(self, model: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -49,6 +49,7 @@ def config_of(
         aux_output_config=SimpleNamespace(enabled=False),
         parallel_config=SimpleNamespace(
             enable_fault_tolerance=False,
+            enable_elastic_ep=False,
             tensor_parallel_size=tp_size,
             pipeline_parallel_size=stages,
             world_size=tp_size * stages,

@@ -128,7 +128,8 @@ ENGINE: Final[dict[str, Used]] = {
         attributes(
             "tensor_parallel_size pipeline_parallel_size decode_context_parallel_size "
             "prefill_context_parallel_size world_size distributed_executor_backend placement_group "
-            "data_parallel_index data_parallel_size enable_expert_parallel enable_fault_tolerance"
+            "data_parallel_index data_parallel_size enable_expert_parallel enable_fault_tolerance "
+            "enable_elastic_ep"
         )
         | {"nnodes_within_dp": PROPERTY}
     ),
