@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping
 
 HOST: Final = "127.0.0.1"
+CHUNK: Final = r"/[0-9a-f]{2}/[0-9a-f]{64}/[^/]+\.arrow$"
+"""Ends a request for a chunk, for `only`. The catalog's files are requested all the time."""
 HEAD_BYTES_MAX: Final = 65_536
 PIECE_BYTES: Final = 65_536
 ANSWER_BYTES_MAX: Final = 256 * 1024 * 1024

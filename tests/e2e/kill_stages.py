@@ -17,15 +17,15 @@ from tests.e2e.arms import empty, fresh_salt
 from tests.e2e.holds import COPY_IN, COPY_OUT, LOAD, STORE, attach_as
 from tests.e2e.kill_table import Cell, Stage, Victim
 from tests.e2e.waiting import until
-from tests.faulty_proxy import Fault
+from tests.faulty_proxy import CHUNK, Fault
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.e2e.kill_world import World
 
-READS: Final = r"^GET .*\.arrow$"
-WRITES: Final = r"^PUT .*\.arrow$"
+READS: Final = f"^GET .*{CHUNK}"
+WRITES: Final = f"^PUT .*{CHUNK}"
 
 
 @dataclass

@@ -34,7 +34,7 @@ from tests.e2e.arms import (
 )
 from tests.e2e.store_cluster import ENGINE_ARGS, _store, again, chunks_of, cluster, engine, listed
 from tests.e2e.test_topology import announced, refreshed
-from tests.faulty_proxy import Fault, FaultyProxy, faulty_proxy
+from tests.faulty_proxy import CHUNK, Fault, FaultyProxy, faulty_proxy
 from tests.harness.engine import EngineProcess, EngineSpec
 from tests.harness.servers import S3Server, s3_server
 from tests.harness.sidecars import SidecarProcess
@@ -113,7 +113,7 @@ FAULTS: Final = [
     *(Fault.SLOW_DOWN, Fault.FORBIDDEN, Fault.TRUNCATE, Fault.WRONG_BYTES),
 ]
 PASSING: Final = [Fault.SLOW_DOWN, Fault.HANG_UP]
-CHUNK_READ: Final = r"^GET .*\.arrow$"
+CHUNK_READ: Final = f"^GET .*{CHUNK}"
 Prompt = tuple[Oracle, Measured]
 """A prompt that the bucket holds, with what its hit must give."""
 
@@ -249,7 +249,6 @@ class TestUnreliableBucket:
         oracle, expected = next(written)
         empty(engine)
         before = len(proxy.requests)
-        # A chunk's, and not one of the catalog, which is asked for all the time.
         portal.call(lambda: proxy.become(fault, times=1, only=CHUNK_READ))
         generation = engine.generate(oracle.call.prompt, cache_salt=expected.salt)
         asked = Counter(line for line in proxy.requests[before:] if re.search(CHUNK_READ, line))

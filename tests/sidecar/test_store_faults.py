@@ -18,7 +18,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from sidecar.cli.gc import run_collection
 from sidecar.config.model import Config
 from sidecar.protocol import Outcome
-from tests.faulty_proxy import Fault, FaultyProxy, faulty_proxy
+from tests.faulty_proxy import CHUNK, Fault, FaultyProxy, faulty_proxy
 from tests.harness.servers import S3Server, s3_server
 from tests.harness.sidecars import SidecarProcess
 from tests.sidecar.client import BLOCKS_PER_CHUNK, WAIT_SECONDS_MAX, Scheduler, Worker, key_of
@@ -51,7 +51,7 @@ CAUSES: Final = {
     Fault.SKEWED: {"clock"},
 }
 PASSING: Final = (Fault.HANG_UP, Fault.RESET, Fault.TRUNCATE, Fault.SLOW_DOWN)
-CHUNKS: Final = r"^GET .*\.arrow$"
+CHUNKS: Final = f"^GET .*{CHUNK}"
 """Requests for chunks, in distinction from the catalog's and the probe's."""
 BLOCKS: Final = tuple(range(BLOCKS_PER_CHUNK))
 PATIENT: Final[dict[str, Any]] = {
