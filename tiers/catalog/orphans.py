@@ -13,6 +13,7 @@ A row made of a listing has no tenant, parent or number of blocks, and the store
 the writer's own row is known, it is newer and holds.
 """
 
+import contextlib
 import math
 import re
 from collections.abc import Awaitable, Callable
@@ -22,6 +23,7 @@ from typing import Final
 from tiers.catalog.merge import SHARDS
 from tiers.catalog.names import FORMAT, parse_name, parse_namespace
 from tiers.catalog.rows import SIZE_LARGEST, TIME_LATEST, Row, Rows, rows_of
+from tiers.catalog.scan import Superseded
 from tiers.errors import TierUnavailable
 from tiers.store.client import Found, Listing, run_in_thread
 from tiers.store.object_tier import PROBE_FOLDER, PROBE_NAME_BYTES, QUARANTINE_FOLDER, ObjectTier
@@ -51,11 +53,12 @@ async def list_shard(
     tier: ObjectTier,
     prefix: str,
     shard: int,
-    between: Callable[[], Awaitable[object]] | None = None,
+    between: Callable[[], Awaitable[None]] | None = None,
 ) -> Listing:
     """All objects in one shard. Raises the tier's errors.
 
-    `between` is called between two pages: a large shard may take longer than a lease lasts.
+    `between` is called between two pages: a large shard may take longer than a lease lasts. What
+    it raises ends the listing.
     """
     folder = shard_folder(prefix, shard)
     found: Listing = []
@@ -128,11 +131,14 @@ async def remove_leftovers(
     report = Leftovers()
     before = now_seconds - (math.inf if quarantine_seconds is None else quarantine_seconds)
 
-    async def remove(doomed: Listing) -> bool:
+    async def check_lease() -> None:
+        if renew_lease is not None and not await renew_lease():
+            raise Superseded("another process has the lease")
+
+    async def remove(doomed: Listing) -> None:
         # The lease is renewed though nothing is removed: many empty shards outlast it.
         for first in range(0, max(1, len(doomed)), REMOVED_TOGETHER):
-            if renew_lease is not None and not await renew_lease():
-                return False
+            await check_lease()
             some = doomed[first : first + REMOVED_TOGETHER]
             if some and not dry_run:
                 await tier.delete([found.name for found in some])
@@ -140,22 +146,21 @@ async def remove_leftovers(
             report.quarantined += len(moved)
             report.quarantined_bytes += sum(found.size_bytes for found in moved)
             report.probes += len(some) - len(moved)
-        return True
 
     prefixes: list[str | None] = [namespace]
     if not namespace:
         there = await tier.list(f"{_QUARANTINED}{FORMAT}", deep=False)
         prefixes = [parse_namespace(found.name.removeprefix(_QUARANTINED)) for found in there]
-    for folder in sorted(f"{_QUARANTINED}{prefix}" for prefix in prefixes if prefix is not None):
-        for shard in await nonempty_shards(tier, folder):
-            listing = await list_shard(tier, folder, shard, renew_lease)
-            doomed = await run_in_thread(_too_old, listing, before, report)
-            if not await remove(doomed):
-                return report
-    if not namespace:
-        listing = await tier.list(PROBE_FOLDER)
-        probes = [found for found in listing if _PROBE.fullmatch(found.name)]
-        await remove([one for one in probes if _is_older(one, now_seconds - PROBE_SECONDS_MAX)])
+    folders = sorted(f"{_QUARANTINED}{prefix}" for prefix in prefixes if prefix is not None)
+    with contextlib.suppress(Superseded):
+        for folder in folders:
+            for shard in await nonempty_shards(tier, folder):
+                listing = await list_shard(tier, folder, shard, check_lease)
+                await remove(await run_in_thread(_too_old, listing, before, report))
+        if not namespace:
+            listing = await tier.list(PROBE_FOLDER)
+            probes = [found for found in listing if _PROBE.fullmatch(found.name)]
+            await remove([one for one in probes if _is_older(one, now_seconds - PROBE_SECONDS_MAX)])
     return report
 
 

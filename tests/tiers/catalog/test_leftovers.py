@@ -134,6 +134,28 @@ async def test_it_ends_when_the_lease_is_somebody_elses(turns: int) -> None:
     assert len(bucket.objects) == 3 * REMOVED_TOGETHER + 5 - left.quarantined
 
 
+async def test_a_lost_lease_ends_the_listing_of_a_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    places.patch(monkeypatch, "LIST_PAGE_NAMES", 2)
+    bucket = Bucket()
+    for number in range(9):
+        put(bucket, aside(number), 2 * WEEK)
+    pages: list[str] = []
+
+    def noted(prefix: str, _: object) -> bool:
+        pages.extend([prefix] if prefix.endswith("/00") else [])
+        return False
+
+    bucket.late = noted
+
+    async def lost() -> bool:
+        return False
+
+    left = await remove_leftovers(
+        View(bucket), bucket.now, quarantine_seconds=WEEK, renew_lease=lost
+    )
+    assert (left, len(bucket.objects), len(pages)) == (Leftovers(), 9, 1)
+
+
 @pytest.fixture
 def in_folder(tmp_path: Path) -> UrlObjects:
     return UrlObjects(f"file://{tmp_path}")
