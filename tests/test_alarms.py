@@ -183,6 +183,7 @@ CASES: Final = (
     ),
     gauge("KvlakePoolFileGone", 'kvlake_problem{code="pool"}', 2),
     jump("KvlakeSocketRemoved", "kvlake_sockets_renewed_total", 61),
+    jump("KvlakeSocketRemoved", "kvlake_locks_renewed_total", 61),
     Case("KvlakeLoopLate", (Series("kvlake_loop_lag_seconds", "0x4 0.5x30 0x30"),), 11, 41),
     # Either of the two does, with the other at rest or not there.
     Case(

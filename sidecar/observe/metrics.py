@@ -198,6 +198,7 @@ COUNTERS: Final = {
     "gpu_seconds_spent": "Seconds that lookups, waiting for the store, and loads took, times the"
     " ranks of the engine. Saved less spent is what the cache brings; it may be negative",
     "sockets_renewed": "Socket files created again after they had been removed",
+    "locks_renewed": "Lock files created again after they had been removed",
     "connections_cut": "Connections that ended before they attached",
     "attaches_expired": "Clients that took too long to attach",
     "attaches_refused{code}": "Clients refused, by code",

@@ -74,6 +74,7 @@ class SocketStats:
     frames_received: int = 0
     replies_dropped: int = 0
     sockets_renewed: int = 0
+    locks_renewed: int = 0
     connections_cut: int = 0
     attaches_expired: int = 0
     attaches_refused: Counter[str] = field(default_factory=Counter[str])

@@ -65,6 +65,7 @@ class RuntimeDirectory:
         self.path = settings.home
         self._sockets = tuple(self.path / one for one in _SOCKETS)
         self.attach_path, self.jobs_path, self.events_path, self.replay_path = self._sockets
+        self.lock_path = self.path / "lock"
         self._lost_path = self.path / "last-stop-lost"
         self.socket_mode = SOCKET_MODE_SHARED if settings.allow_uids else SOCKET_MODE_OWN
         self._mode = MODE_PASSABLE if settings.allow_uids else MODE_OWN
@@ -75,7 +76,7 @@ class RuntimeDirectory:
     def held(self) -> bool:
         """Whether the directory still exists with our lock."""
         try:
-            found = os.lstat(self.path / "lock")
+            found = os.lstat(self.lock_path)
         except OSError:
             return False
         return os.path.samestat(found, os.fstat(self._lock_fd))

@@ -260,6 +260,10 @@ class SelfChecks:
         try:
             if not self._directory.held():
                 self._directory.retake()
+                self._dispatcher.socket_stats.locks_renewed += 1
+                _logger.warning(
+                    "a lock was removed, made again", extra=fields(path=self._directory.lock_path)
+                )
             for listener in [one for one in self._listeners if self._removed(one.path)]:
                 listener.bind_again()
                 self._files[listener.path] = _identity(listener.path)

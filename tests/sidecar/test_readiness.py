@@ -173,13 +173,18 @@ def test_a_removed_runtime_directory_is_made_again(sidecar: RunningSidecar) -> N
     works(sidecar)
 
 
-def test_a_removed_lock_is_made_again(sidecar: RunningSidecar) -> None:
+def test_a_removed_lock_is_made_again(
+    sidecar: RunningSidecar, caplog: pytest.LogCaptureFixture
+) -> None:
     """Else another sidecar could start, and this one was unready until a restart."""
     lock = sidecar.path.parent / "lock"
     lock.unlink()
     wait_for(lock.exists)
     wait_for(lambda: readyz(sidecar.info.http_url)[0] == 200)
     works(sidecar)
+    assert b"kvlake_locks_renewed_total 1.0" in sidecar.get("/metrics")
+    [line] = [one for one in caplog.records if "a lock was removed" in one.getMessage()]
+    assert vars(line)["kvlake_fields"]["path"] == lock
 
 
 def test_a_directory_that_another_sidecar_took_is_left_to_it(
