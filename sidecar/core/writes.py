@@ -147,11 +147,19 @@ class Writes(CorePart):
         """The sidecar stops. With `flush`, host memory is lost: queue what the store lacks."""
         self._draining = True
         self._examined = None
-        if flush and self._policy is WritePolicy.ON_EVICT:
-            # Nothing is dropped for the size of the queue; only time limits a drain.
+        if flush and self._policy is not WritePolicy.OFF:
+            # Nothing is dropped for the size of the queue; only time limits a drain. What the
+            # queue dropped before is still in host memory, whatever the policy.
             self._queue_bytes_max = sys.maxsize
-            realms = self._directory.realms.values()
-            self._examined = iter([chunk for realm in realms for chunk in realm.chunks.values()])
+            unused = self._policy is not WritePolicy.ON_REUSE
+            self._examined = iter(
+                [
+                    chunk
+                    for realm in self._directory.realms.values()
+                    for chunk in realm.chunks.values()
+                    if unused or chunk.uses
+                ]
+            )
 
     @property
     def flushing(self) -> bool:
@@ -260,7 +268,7 @@ class Writes(CorePart):
 
     def pump(self, now: float) -> None:
         """Start as many writes as may run."""
-        if self._policy is WritePolicy.ON_EVICT:
+        if self._policy is WritePolicy.ON_EVICT or self._draining:
             self._write_ahead()
         left = EXAMINED_PER_EVENT_MAX
         while len(self._running) < self._limits.writes_inflight_max and self.breaker.passes(now):

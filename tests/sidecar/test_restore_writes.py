@@ -74,7 +74,7 @@ def test_restored_chunks_do_not_queue_while_the_store_is_left_alone() -> None:
 
 
 def test_drain_and_eviction_forget_what_was_offered() -> None:
-    world = make_world(writes_inflight_max=1, slabs=3)
+    world = make_world(writes_inflight_max=1, slabs=3, flush_at_end=False)
     worker = world.open(Role.WORKER)
     world.stored(worker, 1, [1, 2, 3])
     world.restart(StrictLRU())

@@ -131,6 +131,28 @@ def test_on_evict_writes_the_rest_when_host_memory_ends(*, flush: bool) -> None:
     assert world.engine.counters.writes_dropped == 0
 
 
+@pytest.mark.parametrize("flush", [True, False])
+@pytest.mark.parametrize("policy", [WritePolicy.THROUGH, WritePolicy.ON_REUSE])
+def test_what_the_queue_dropped_is_written_when_host_memory_ends(
+    policy: WritePolicy, *, flush: bool
+) -> None:
+    world, worker, scheduler = looking(
+        slabs=16,
+        write=policy,
+        flush_at_end=flush,
+        write_queue_bytes_max=1,
+        writes_inflight_max=1,
+    )
+    world.stored(worker, 1, [1, 2, 3, 4, 5])
+    world.use(scheduler, [1, 2, 3, 4])
+    dropped = world.engine.counters.writes_dropped
+    assert dropped == 3
+    world.drain()
+    wanted = 5 if policy is WritePolicy.THROUGH else 4
+    assert world.engine.counters.chunks_written == (wanted if flush else wanted - dropped)
+    assert world.engine.counters.writes_dropped == dropped
+
+
 @pytest.mark.parametrize("stored", [0, 3, 5])
 def test_what_is_written_at_the_end_is_found_over_several_turns(
     monkeypatch: pytest.MonkeyPatch, stored: int
