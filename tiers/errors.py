@@ -84,6 +84,10 @@ class ImageHeaderMismatch(ChunkCorrupt):
     """The Arrow header or footer differs from the layout's template."""
 
 
+class ImageFormatMismatch(ChunkCorrupt):
+    """The image has a format that this release does not know. It may be intact."""
+
+
 class ImageKeyMismatch(ChunkCorrupt):
     """The image is intact but has another key than the requested one."""
 

@@ -34,6 +34,8 @@ from tiers.errors import (
     ChunkCorrupt,
     ChunkMissing,
     ImageChecksumMismatch,
+    ImageFormatMismatch,
+    ImageHeaderMismatch,
     ImageKeyMismatch,
     ImageTruncated,
     ObjectDenied,
@@ -118,6 +120,9 @@ class SegmentReader:
                 meta = verifier.result(num_bytes)
             else:
                 meta = await run_to_end(lambda: verifier.result(num_bytes), self._threads)
+        except (ImageHeaderMismatch, ImageTruncated):
+            # Another release may have written it: the slot gets our own header and footer.
+            meta = None
         except ChunkCorrupt as error:
             received = await run_to_end(lambda: fingerprint(slot[:num_bytes]), self._threads)
             raise SourceError(command.rank, received) from error
@@ -210,7 +215,7 @@ class SegmentReader:
         foreign = error.bit != command.rank
         failed = error.bit if foreign else -1
         name = realm.object_name(error.bit, command.key)
-        if isinstance(cause, ChunkCorrupt) and (is_damaged(cause) or not foreign):
+        if isinstance(cause, ChunkCorrupt) and not is_of_another_layout(cause, foreign=foreign):
             try:
                 confirmed = await self._damaged_again(error, name, realm, command.key)
             except Exception as again:
@@ -253,7 +258,7 @@ class SegmentReader:
                 _logger.warning("an object must not be read", extra=told)
                 return StoreOutcome.UNREADABLE
             case ChunkCorrupt():
-                if foreign and not is_damaged(error):
+                if is_of_another_layout(error, foreign=foreign):
                     _logger.warning("an object of another layout is not used", extra=told)
                     return StoreOutcome.UNREADABLE
                 _logger.error("an object is corrupt", extra=told)
@@ -382,13 +387,12 @@ def _build(
     for bit, holder, image in sources:
         try:
             source = holder.as_stored(image)
-            template = source.templates.for_image_bytes(len(image))
-            found = template.verify(image, key)
+            found, payload = source.templates.read(image, key)
             _require_compatible(found, meta or found, rank.layout)
         except ChunkCorrupt as error:
             raise SourceError(bit, fingerprint(image)) from error
         meta = meta or found
-        payloads.append((source.layout, template.payload(image)))
+        payloads.append((source.layout, payload))
     assert meta is not None, "a read has a source"
     num_tokens = len(meta.token_ids) // TOKEN_BYTES
     template = rank.templates[num_tokens // rank.layout.block_tokens]
@@ -421,8 +425,7 @@ def _same_damage(error: SourceError, image: Bytes, holder: RankLayout, key: byte
         return True
     # The bytes may have been right, and only the first hash of them wrong.
     try:
-        source = holder.as_stored(image)
-        source.templates.for_image_bytes(len(image)).verify(image, key)
+        holder.as_stored(image).templates.read(image, key)
     except ChunkCorrupt:
         return True
     return False
@@ -433,6 +436,11 @@ def fingerprint(image: Bytes) -> bytes:
     hasher = payload_hasher()
     hasher.update(image.data)
     return hasher.digest()
+
+
+def is_of_another_layout(error: BaseException, *, foreign: bool) -> bool:
+    """Whether a source may be intact, and is of use to others."""
+    return isinstance(error, ImageFormatMismatch) or (foreign and not is_damaged(error))
 
 
 def is_damaged(error: BaseException | None) -> bool:

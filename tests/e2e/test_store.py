@@ -163,17 +163,19 @@ DAMAGE: Final[dict[str, Callable[[Path, Path], None]]] = {
     "last payload byte": lambda path, _: _change_byte(path, _payload_end(path) - 1),
     "header": lambda path, _: _change_byte(path, 40),
     "footer": lambda path, _: _change_byte(path, path.stat().st_size - 30),
-    "token ids": lambda path, _: _change_byte(path, 1288 + 100),
+    "token ids": lambda path, _: _change_byte(path, 2000),
     "truncated": lambda path, _: os.truncate(path, path.stat().st_size // 2),
     "empty": lambda path, _: os.truncate(path, 0),
     "longer": lambda path, _: os.truncate(path, path.stat().st_size + 1),
     "another chunk": _swap_in,
 }
+HARMLESS: Final = ("header", "footer", "longer")
+"""Around row and payload, which are right and read."""
 
 
 @pytest.mark.nightly
 def test_damaged_objects_are_never_served(folder: Path, engine: EngineProcess) -> None:
-    """Each is found out when it is read: the run ends before it, and it is put aside."""
+    """A read finds each whose bytes are wrong: the run ends before it, and it is moved aside."""
     place = folder / "damaged"
     place.mkdir()
     store = {"url": f"file://{place}"}
@@ -204,15 +206,17 @@ def test_damaged_objects_are_never_served(folder: Path, engine: EngineProcess) -
         for name, oracle in oracles.items():
             empty(engine)
             generation = engine.generate(oracle.call.prompt, cache_salt=salts[name])
-            cached = 700 // BLOCK_TOKENS * BLOCK_TOKENS if name == "intact" else chunk
+            whole = name in (*HARMLESS, "intact")
+            cached = 700 // BLOCK_TOKENS * BLOCK_TOKENS if whole else chunk
             assert generation.cached_tokens == cached, name
             oracle.check(generation)
         counted = counters(sidecar)
-        assert counted["reads_corrupt"] == counted["quarantined_store"] == len(DAMAGE)
+        bad = DAMAGE.keys() - HARMLESS
+        assert counted["reads_corrupt"] == counted["quarantined_store"] == len(bad)
     # What was computed instead went to the store under the same names; the bad ones are aside.
     aside = list((place / QUARANTINE).rglob("*.arrow"))
     assert {path.name for path in aside} == {path.name for path in paths.values()}
-    assert {path.parent.name for path in aside} == {paths[name].parent.name for name in DAMAGE}
+    assert {path.parent.name for path in aside} == {paths[name].parent.name for name in bad}
     with cluster(folder, engine, store) as sidecar:
         listed(sidecar, chunks_of(700, chunk) * len(oracles))
         for name, oracle in oracles.items():

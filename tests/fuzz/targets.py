@@ -60,6 +60,7 @@ from sidecar.sessions.session import check_shape
 from tests.fuzz import catalog_targets
 from tests.fuzz.mutation import damage, damage_message
 from tests.tiers.golden_images import CASES, NAMESPACE, image
+from tests.tiers.golden_images import KEY as IMAGE_KEY
 from tiers.catalog.names import NAMESPACE_CHARACTERS, object_name, parse_name
 from tiers.errors import ChunkCorrupt, LayoutError
 from tiers.kv.arrow_file import find_descriptor
@@ -257,6 +258,8 @@ TEMPLATES: Final = {name: SlotTemplates(layout, NAMESPACE) for name, (layout, _)
 def _feed_slot(data: bytes) -> None:
     """As a sidecar reads an object: by its length, then against the template."""
     for templates in TEMPLATES.values():
+        with contextlib.suppress(ChunkCorrupt):
+            templates.read(np.frombuffer(data, dtype=np.uint8), IMAGE_KEY)
         try:
             template = templates.for_image_bytes(len(data))
             template.verify(data)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sidecar.core.commands import Read
+from sidecar.core.commands import Read, StoreOutcome
 from sidecar.core.directory import SegmentSources
 from sidecar.data.read import SegmentReader, SourceError, is_damaged
 from sidecar.protocol import Role
@@ -296,7 +296,7 @@ async def test_a_missing_source_is_named(tmp_path: Path) -> None:
     await store.close()
 
 
-@pytest.mark.parametrize("place", ["payload", "header", "other chunk"])
+@pytest.mark.parametrize("place", ["payload", "row", "other chunk"])
 async def test_a_damaged_source_is_never_used(tmp_path: Path, place: str) -> None:
     store = UrlObjects(f"file://{tmp_path}")
     written = grid(1, 2)
@@ -305,7 +305,7 @@ async def test_a_damaged_source_is_never_used(tmp_path: Path, place: str) -> Non
     key = b"x" * 32 if place == "other chunk" else KEY
     image = image_of(realm, written[1], 2 * BLOCK_TOKENS, key=key)
     if place != "other chunk":
-        image[image.size // 2 if place == "payload" else 10] ^= 1
+        image[image.size // 2 if place == "payload" else bytes(image).index(PARENT)] ^= 1
     await store.write(object_name(realm.namespace_digest, KEY, written[1]), image)
     slot = np.zeros(realm.ranks[0].templates.slot_bytes, dtype=np.uint8)
     with pytest.raises(SourceError) as caught:
@@ -315,6 +315,34 @@ async def test_a_damaged_source_is_never_used(tmp_path: Path, place: str) -> Non
     assert is_damaged(caught.value.__cause__) == (place == "payload")
     assert isinstance(caught.value.__cause__, ImageChecksumMismatch) == (place == "payload")
     assert not slot.any()
+    await store.close()
+
+
+@pytest.mark.parametrize(
+    ("was", "becomes", "outcome"),
+    [
+        (b"ARROW1", b"ARROW2", StoreOutcome.OK),
+        (b'{"format":1', b'{"format":2', StoreOutcome.UNREADABLE),
+        (PARENT, KEY, StoreOutcome.CORRUPT),
+        (b'"dtype":"bfloat16"', b'"dtype":"blfoat16"', StoreOutcome.CORRUPT),
+    ],
+)
+async def test_an_object_of_another_release_is_read_or_left(
+    tmp_path: Path, was: bytes, becomes: bytes, outcome: StoreOutcome
+) -> None:
+    """Two releases that move each other's objects aside would cost each other their cache."""
+    store = UrlObjects(f"file://{tmp_path}")
+    [segment] = grid(1, 1)
+    realm = realm_of([segment], [])
+    own = image_of(realm, segment, CHUNK_TOKENS)
+    stored = np.frombuffer(own.tobytes().replace(was, becomes), dtype=np.uint8)
+    await store.write(object_name(realm.namespace_digest, KEY, segment), stored)
+    slot = np.zeros(realm.ranks[0].templates.slot_bytes, dtype=np.uint8)
+    done = await segment_reader(store).read(realm, command(0, (0,)), slot)
+    assert done.outcome is outcome
+    if outcome is StoreOutcome.OK:
+        assert np.array_equal(slot[: own.size], own), "with this release's header and footer"
+        assert (done.num_blocks, done.parent) == (BLOCKS, PARENT)
     await store.close()
 
 

@@ -1,10 +1,13 @@
-"""1,000 objects of a real bucket, each damaged at random: all are found, none is served."""
+"""1,000 objects of a real bucket, each damaged at random: no wrong byte of them is served.
+
+What is damaged around row and payload only, as by another release that writes it, is served.
+"""
 
 from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -129,10 +132,15 @@ async def damage_all(client: Any, names: list[str], dice: random.Random) -> None
             tasks.start_soon(put, name, damaged(images[name], other, dice))
 
 
-def save_all(path: Path, keys: list[bytes]) -> None:
+def contents(worker: Worker, blocks: Sequence[int]) -> bytes:
+    return b"".join(map(worker.read, blocks))
+
+
+def save_all(path: Path, keys: list[bytes]) -> dict[bytes, bytes]:
     """Store chunks of random bytes, as many at a time as the engine's memory holds."""
     per_step = BLOCKS // BLOCKS_PER_CHUNK
     rng = np.random.default_rng(1)
+    saved: dict[bytes, bytes] = {}
     with Worker(path, num_blocks=BLOCKS) as worker:
         for step in range(0, len(keys), per_step):
             worker.memory[:] = rng.integers(0, 256, worker.memory.size, dtype=np.uint8)
@@ -144,12 +152,14 @@ def save_all(path: Path, keys: list[bytes]) -> None:
             jobs = [StoreJob(step + at + 1, [chunk]) for at, chunk in enumerate(chunks)]
             worker.submit(stores=jobs)
             assert all(worker.outcome(job.job_id) is Outcome.OK for job in jobs)
+            saved |= {chunk.key: contents(worker, chunk.block_ids) for chunk in chunks}
+    return saved
 
 
 @pytest.mark.parametrize(
     "chunks", [CHUNKS, pytest.param(CHUNKS_NIGHTLY, marks=pytest.mark.nightly)]
 )
-def test_corruptions_are_all_found(seaweed: S3Server, short_directory: Path, chunks: int) -> None:
+def test_no_corruption_is_served(seaweed: S3Server, short_directory: Path, chunks: int) -> None:
     seed = secrets.randbits(32)
     print(f"seed {seed}")
     dice = random.Random(seed)
@@ -165,7 +175,7 @@ def test_corruptions_are_all_found(seaweed: S3Server, short_directory: Path, chu
         return RunningSidecar(config_in(directory, store=store, host=host))
 
     with sidecar("writer") as writer:
-        save_all(writer.path, [*keys, intact])
+        saved = save_all(writer.path, [*keys, intact])
         writer.wait_until(lambda now: now["counters"]["chunks_written"] == chunks + 1)
     client = ObstoreClient(f"{seaweed.url}/{prefix}", seaweed.access_at()).client
 
@@ -182,11 +192,25 @@ def test_corruptions_are_all_found(seaweed: S3Server, short_directory: Path, chu
         with Scheduler(reader.path) as scheduler:
             reader.wait_until(lambda now: now["tiers"]["store"]["chunks"] == chunks + 1)
             assert set(scheduler.flags(*keys)) == {FLAG_STORE}
-            for number, key in enumerate(keys):
-                assert scheduler.lookup(number + 1, [key], 10_000).ready == 0
-            assert not any(flags & FLAG_HOST for flags in scheduler.flags(*keys))
-            assert scheduler.lookup(chunks + 1, [intact], 10_000).ready == 1
-        assert worker.load(1, keys[0], range(BLOCKS_PER_CHUNK)) is Outcome.MISSING
-        now = reader.wait_until(lambda now: now["counters"]["quarantined_store"] == chunks)
-        assert now["counters"]["reads_corrupt"] == chunks
-        assert now["counters"]["chunks_read"] == 1
+            ready = [
+                key
+                for number, key in enumerate([*keys, intact])
+                if scheduler.lookup(number + 1, [key], 10_000).ready
+            ]
+            assert intact in ready
+            assert len(ready) < chunks / 2
+            flags = dict(zip(keys, scheduler.flags(*keys), strict=True))
+            assert {key for key in keys if flags[key] & FLAG_HOST} == {*ready} - {intact}
+        blocks = range(BLOCKS_PER_CHUNK)
+        for number, key in enumerate(ready):
+            worker.poison()
+            assert worker.load(number + 1, key, blocks) is Outcome.OK
+            assert contents(worker, blocks) == saved[key]
+        lost = next(key for key in keys if key not in ready)
+        assert worker.load(chunks + 2, lost, blocks) is Outcome.MISSING
+        now = reader.wait_until(
+            lambda now: now["counters"]["quarantined_store"] == now["counters"]["reads_corrupt"]
+        )["counters"]
+        assert now["chunks_read"] == len(ready)
+        # A descriptor that was damaged may name another format.
+        assert now["reads_corrupt"] + now["reads_unreadable"] == chunks + 1 - len(ready)

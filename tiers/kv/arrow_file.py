@@ -18,12 +18,13 @@ Owns the file format; `slot_image.py` patches and verifies images.
 
 Invariants: the result of `write_skeleton` depends on its arguments alone. Its bytes are what
 pyarrow writes: if a release writes them differently, the golden files of the tests fail, and
-`FORMAT` must be raised. Reading a foreign descriptor needs no Arrow parser.
+`FORMAT` must be raised. Readers accept other bytes around the columns; those of releases up to
+0.2 move such a file to `quarantine/`. Reading a foreign descriptor needs no Arrow parser.
 """
 
 import io
 import math
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -37,7 +38,9 @@ PAGE_BYTES: Final = 4096
 KEY_BYTES: Final = 32
 CHECKSUM_BYTES: Final = 16
 DESCRIPTOR_BYTES_MAX: Final = 1024
-_PAD_BYTES_MIN: Final = 8
+PAD_BYTES_MIN: Final = 8
+T = TypeVar("T")
+
 _DIMENSIONS: Final = ["blocks", "layers", "heads", "tokens", "content"]
 _STORAGE: Final[dict[str, Any]] = {
     "float32": pa.float32(),
@@ -64,17 +67,32 @@ class Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     entry_tokens: int = 1
 
 
+_FIELDS: Final = frozenset(Descriptor.__struct_fields__)
+
+
 def find_descriptor(header: bytes) -> Descriptor | None:
     """The descriptor in a header, None without a readable one.
 
     It is found by its first characters. Its length (uint32) is in front of it.
     """
+    return _decode(header, Descriptor)
+
+
+def has_other_format(header: bytes) -> bool:
+    """Whether a header has a descriptor of another format, or with fields that are not known."""
+    found = _decode(header, dict[str, msgspec.Raw])
+    if found is None:
+        return False
+    return bytes(found["format"]) != b"%d" % FORMAT or not found.keys() <= _FIELDS
+
+
+def _decode(header: bytes, kind: type[T]) -> T | None:
     start = header.find(b'{"format":')
     length = int.from_bytes(header[max(start - 4, 0) : max(start, 0)], "little")
     if start < 4 or length > DESCRIPTOR_BYTES_MAX:
         return None
     try:
-        return msgspec.json.decode(header[start : start + length], type=Descriptor)
+        return msgspec.json.decode(header[start : start + length], type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
 
@@ -112,10 +130,10 @@ class _Skeleton(io.RawIOBase):
 
 def write_skeleton(layout: ChunkLayout, num_blocks: int, namespace_digest: bytes) -> _Skeleton:
     """Have pyarrow write the file twice: to find the offset of `kv`, then with the right pad."""
-    first = _write(layout, num_blocks, namespace_digest, _PAD_BYTES_MIN)
+    first = _write(layout, num_blocks, namespace_digest, PAD_BYTES_MIN)
     natural = first.offsets.get("kv", 0)
     target = -(-natural // PAGE_BYTES) * PAGE_BYTES
-    skeleton = _write(layout, num_blocks, namespace_digest, _PAD_BYTES_MIN + target - natural)
+    skeleton = _write(layout, num_blocks, namespace_digest, PAD_BYTES_MIN + target - natural)
     columns = ["block_hash", "parent_hash", "kv_xxh3", "token_ids", "row_xxh3", "pad", "kv"]
     if list(skeleton.offsets) != columns or skeleton.offsets["kv"] != target:
         raise LayoutError(

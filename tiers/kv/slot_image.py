@@ -10,9 +10,11 @@ Invariants:
 
 * Images of one (layout, blocks, namespace) differ only in the patched fields and the payload, so
   two clusters that store the same chunk write the same object.
-* Every byte of an accepted image was checked: against the template, or by `row_xxh3` or `kv_xxh3`.
+* Every byte of a verified image was checked: against the template, or by `row_xxh3` or `kv_xxh3`.
   Of 300 bit flips in an image's metadata Arrow readers accepted 20, with other data. Foreign bytes
   are therefore only compared, never parsed. Truncation shows in the length.
+* `SlotTemplates.read` also takes row and payload out of an image with other bytes around them, as
+  another release or pyarrow may write. Every byte that it returns was checked by a digest.
 """
 
 import bisect
@@ -27,6 +29,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from tiers.errors import (
     ChunkCorrupt,
     ImageChecksumMismatch,
+    ImageFormatMismatch,
     ImageHeaderMismatch,
     ImageKeyMismatch,
     ImageNamespaceMismatch,
@@ -37,9 +40,11 @@ from tiers.kv.arrow_file import (
     CHECKSUM_BYTES,
     FORMAT,
     KEY_BYTES,
+    PAD_BYTES_MIN,
     PAGE_BYTES,
     Descriptor,
     find_descriptor,
+    has_other_format,
     write_skeleton,
 )
 from tiers.kv.layout import Bytes, ChunkLayout, Segment
@@ -204,6 +209,33 @@ class SlotTemplate:
         self.check(view, _digest(self.payload(view)) if digest is None else digest)
         return meta
 
+    def find(self, image: Bytes, key: bytes) -> tuple[SegmentMeta, Bytes] | None:
+        """Row and payload of `key` in an image with another header or footer, else None.
+
+        Its descriptor must be equal: then the columns have the same order and meaning, and both
+        digests have to hold. The key tells where the columns begin.
+        """
+        header = image[: self.payload_offset + PAGE_BYTES].tobytes()
+        shift = header.find(key) - self._key.start
+        if shift < -self._key.start or find_descriptor(header) != find_descriptor(self._header):
+            return None
+
+        def column(place: slice) -> bytes:
+            return header[place.start + shift : place.stop + shift]
+
+        pad = self.row_checksum.stop + shift + PAD_BYTES_MIN
+        start = -(-pad // PAGE_BYTES) * PAGE_BYTES
+        payload = image[start : start + self.payload_bytes]
+        checksum = column(self.checksum)
+        if (
+            xxhash.xxh3_128_digest(column(self.row)) != column(self.row_checksum)
+            or payload.size != self.payload_bytes
+            or _digest(payload) != checksum
+        ):
+            return None
+        tokens = column(self._token_ids)
+        return SegmentMeta(key, column(self._parent), tokens, checksum, self.num_blocks), payload
+
     def token_ids(self, slot: Bytes) -> list[int]:
         """The token ids in a sealed slot, unverified."""
         tokens: list[int] = slot[self._token_ids].view("<i4").tolist()
@@ -262,7 +294,8 @@ class SlotTemplate:
                 "image was written for another model, dtype, geometry or encoding"
             )
         return ImageHeaderMismatch(
-            "the Arrow header differs from this layout's template; quarantine the image"
+            "the Arrow header differs from this layout's template: the image was damaged, or "
+            "another release wrote it"
         )
 
 
@@ -307,6 +340,28 @@ class SlotTemplates:
                 f"({template.num_blocks} make {template.image_bytes}); quarantine it"
             )
         return template
+
+    def read(self, image: Bytes, key: bytes) -> tuple[SegmentMeta, Bytes]:
+        """Row and payload of a foreign image of `key`, verified, whatever release wrote it.
+
+        Raises as `for_image_bytes` and `SlotTemplate.verify`, and `ImageFormatMismatch`.
+        """
+        try:
+            template = self.for_image_bytes(len(image))
+            return template.verify(image, key), template.payload(image)
+        except (ImageHeaderMismatch, ImageTruncated) as error:
+            header = image[:PAGE_BYTES].tobytes()
+            if has_other_format(header):
+                raise ImageFormatMismatch(
+                    f"the image has another format than {FORMAT}: a later release wrote it; it is "
+                    "not used"
+                ) from error
+            claimed = find_descriptor(header)
+            if claimed is not None and 0 < claimed.blocks <= self.layout.blocks_per_chunk:
+                found = self[claimed.blocks].find(image, key)
+                if found is not None:
+                    return found
+            raise
 
 
 def inspect_image(buffer: Bytes | memoryview | bytes) -> SegmentReport:
