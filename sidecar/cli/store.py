@@ -14,7 +14,7 @@ from sidecar.errors import StartError
 from sidecar.service.store_stack import open_store
 from tiers.catalog.names import NAMESPACE_CHARACTERS
 from tiers.catalog.scan import Superseded
-from tiers.catalog.usage import word_of
+from tiers.catalog.usage import UNKNOWN_TENANT, word_of
 from tiers.errors import TierError
 from tiers.store.object_tier import ObjectTier
 
@@ -73,7 +73,8 @@ class TenantNames:
 
     def __init__(self, config: Config) -> None:
         names = Tenants(config.tenants.rules()).names
-        self._names = {word_of(tenant): name for tenant, name in names.items()}
+        self._names = {word_of(UNKNOWN_TENANT): "unknown"}
+        self._names |= {word_of(tenant): name for tenant, name in names.items()}
 
     def name(self, tenant: bytes) -> str:
         """The name of a tenant, or its id."""
@@ -86,7 +87,7 @@ class TenantNames:
             return words[name]
         if not re.fullmatch("[0-9a-f]{16}", name):
             raise CommandError(
-                f"tenant {name!r}: the configuration names {', '.join(sorted(words))}; give one "
-                "of these, or an id of 16 hexadecimal digits"
+                f"tenant {name!r}: known names are {', '.join(sorted(words))}; give one of these, "
+                "or an id of 16 hexadecimal digits"
             )
         return int(name, 16)

@@ -131,7 +131,7 @@ def test_du_and_ls_show_the_store(
     assert kvlake.json(store, "ls", told["namespace"], "--tenant", empty)["chunks"] == []
     for nobody in ("team-a", "00"):
         said = kvlake(store, "ls", told["namespace"], "--tenant", nobody, code=2)
-        assert f"tenant '{nobody}': the configuration names unsalted; give one of these" in said
+        assert f"tenant '{nobody}': known names are unknown, unsalted; give one of these" in said
     for unsalted in ("unsalted", "0" * 16):
         found = kvlake.json(store, "ls", told["namespace"], "--tenant", unsalted)
         assert len(found["chunks"]) == 5

@@ -9,8 +9,8 @@ Invariants: a shard is listed in pages, each with a deadline of its own, and no 
 is in memory; whatever is in a shard, listing it ends with what is there or with an error of the
 tier. What this code did not name stays, and so does what is too young or has no time. Ages are by
 the store's clock, for damaged objects from the moment when they were moved aside.
-A row made of a listing has no tenant, parent or number of blocks, and the store's own time: where
-the writer's own row is known, it is newer and holds.
+A row made of a listing has no tenant, parent or number of blocks, because an object does not say
+whose it is, and the store's own time: where the writer's own row is known, it is newer and holds.
 """
 
 import contextlib

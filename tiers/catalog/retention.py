@@ -27,6 +27,7 @@ from tiers.catalog.usage import (
     CHUNKS,
     OBJECTS,
     SIZE,
+    UNKNOWN_TENANT,
     Cells,
     Chunks,
     Mask,
@@ -122,6 +123,10 @@ class TenantLimits:
     def __init__(self, rules: RetentionRules) -> None:
         self._default = rules.tenant
         self._named = {word_of(tenant): one for tenant, one in sorted(rules.named.items())}
+        # Nothing stays longer than the tenant that it may belong to lets it.
+        ttls = [one.ttl_seconds for one in (rules.tenant, *self._named.values())]
+        shortest = min((one for one in ttls if one is not None), default=None)
+        self._named[word_of(UNKNOWN_TENANT)] = RetentionLimits(shortest)
         words = sorted(self._named)
         self._words: Words = np.array(words, dtype=np.uint64)
         every = [self._named[word] for word in words] + [self._default]

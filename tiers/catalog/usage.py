@@ -35,6 +35,10 @@ Amount = Annotated[int, msgspec.Meta(ge=0, le=AMOUNT_MAX)]
 """Bounded, because JSON has numbers of any length, and a metric is a float."""
 
 
+UNKNOWN_TENANT: Final = bytes(TENANT_BYTES - 1) + b"\1"
+"""Stands in usage and manifests, never in rows, for the tenant of objects that a listing found."""
+
+
 def word_of(tenant: bytes) -> int:
     """A tenant as a number; 0 for none."""
     return int.from_bytes(tenant, "big")
@@ -45,9 +49,13 @@ def tenant_of(word: int) -> bytes:
     return word.to_bytes(TENANT_BYTES, "big")
 
 
+_UNKNOWN_WORD: Final = np.uint64(word_of(UNKNOWN_TENANT))
+
+
 def words_of(rows: Rows) -> Words:
-    """The tenant of each row."""
-    return np.ascontiguousarray(rows.tenants).view(">u8").ravel().astype(np.uint64)
+    """The tenant of each row. Only rows that were made of a listing have no number of blocks."""
+    words = np.ascontiguousarray(rows.tenants).view(">u8").ravel().astype(np.uint64)
+    return np.where((words == 0) & (rows.num_blocks == 0), _UNKNOWN_WORD, words)
 
 
 class Usage(NamedTuple):
@@ -95,8 +103,11 @@ class Chunks:
         """When each was last written."""
         self.sizes: Longs = np.add.reduceat(live.size_bytes, starts)
         self.counts: Longs = np.diff(np.r_[starts, len(live)])
-        # A row that reconciliation made has no tenant; the others of its chunk do.
-        self.tenants: Words = np.maximum.reduceat(words_of(live), starts)
+        # The tenant of a row that reconciliation made is that of the others of its chunk.
+        words = words_of(live)
+        largest: Words = np.maximum.reduceat(words, starts)
+        unknown = largest == _UNKNOWN_WORD
+        self.tenants: Words = np.where(unknown, np.minimum.reduceat(words, starts), largest)
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -301,7 +312,8 @@ class LogUsage:
         last = self.sums[-1]
         last.end = self._rows
         if row.size_bytes:
-            last.add({row.tenant or NO_TENANT: Usage(row.size_bytes, 1, row.written_at, 1)})
+            tenant = row.tenant or (NO_TENANT if row.num_blocks else UNKNOWN_TENANT)
+            last.add({tenant: Usage(row.size_bytes, 1, row.written_at, 1)})
 
     def cut(self) -> None:
         """A file is made of the rows so far; later rows go into another."""

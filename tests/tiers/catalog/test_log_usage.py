@@ -9,13 +9,13 @@ import pytest
 from tests.tiers.catalog.kit import memory
 from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.rows import NO_TENANT, Row
-from tiers.catalog.usage import LOG_SUMS_MAX, LogUsage, Usage
+from tiers.catalog.usage import LOG_SUMS_MAX, UNKNOWN_TENANT, LogUsage, Usage
 
 A, B = b"tenant-a", b"tenant-b"
 
 
 def row(size_bytes: int, tenant: bytes = A, written_at: int = 500) -> Row:
-    return Row(bytes(32), "0-1.0-1", written_at, size_bytes, tenant=tenant)
+    return Row(bytes(32), "0-1.0-1", written_at, size_bytes, 1, tenant=tenant)
 
 
 def test_a_row_counts_until_its_file_is_merged() -> None:
@@ -34,6 +34,13 @@ def test_a_row_counts_until_its_file_is_merged() -> None:
     tally.sent(1, 2)
     tally.merged(1)
     assert tally.total == Usage()
+
+
+def test_an_object_that_a_listing_found_is_of_an_unknown_tenant() -> None:
+    tally = LogUsage()
+    tally.add(row(7, b"")._replace(num_blocks=0))
+    assert tally.of(UNKNOWN_TENANT) == tally.total == Usage(7, 1, 500, 1)
+    assert tally.of(NO_TENANT) == Usage()
 
 
 def test_a_withdrawal_comes_to_nothing_and_has_its_place_in_a_file() -> None:

@@ -23,7 +23,7 @@ from tiers.catalog.retention import (
     RetentionReason as Reason,
 )
 from tiers.catalog.rows import Row, Rows, rows_of
-from tiers.catalog.usage import word_of
+from tiers.catalog.usage import UNKNOWN_TENANT, cells_by_tenant, word_of
 
 MINUTE = 60_000_000
 NOW = 1_700_000_000.0
@@ -70,6 +70,35 @@ TWO_TENANTS = [
     *[chunk(number, number + 100, tenant=B) for number in range(11, 15)],
     *[chunk(number, number + 200) for number in range(21, 25)],
 ]
+
+
+def found(number: int, minute: int, segment: str = "0-8.0-4") -> Row:
+    """As a listing finds an object."""
+    row = chunk(number, minute)
+    return row._replace(segment=segment, num_blocks=0)
+
+
+def test_what_a_listing_found_stays_no_longer_than_any_tenant_lets_its_own() -> None:
+    """It may be of each of them. It counts for none, so that none is at its limit for it."""
+    rows = [found(1, 59), found(2, 61), chunk(3, 61), chunk(4, 300, 10)]
+    for named in ({A: RetentionLimits(3600)}, {A: RetentionLimits(3600), B: RetentionLimits(7200)}):
+        rules = RetentionRules(tenant=RetentionLimits(14_400, objects_max=1), named=named)
+        reason = Reason.TENANT_TTL
+        assert fallen(rows, rules) == {2: reason, 4: reason}
+    assert not fallen(rows, RetentionRules(tenant=RetentionLimits(objects_max=2)))
+    limited = RetentionRules(tenant=RetentionLimits(size_bytes_max=10))
+    assert fallen(rows, limited) == {4: Reason.TENANT_SIZE}
+    assert list(fallen(rows[:3], RetentionRules(size_bytes_max=20)).values()) == [Reason.SIZE]
+
+
+@pytest.mark.parametrize("tenant", [b"", A])
+def test_other_segments_tell_the_tenant_of_what_a_listing_found(tenant: bytes) -> None:
+    rows = [chunk(1, 61, tenant=tenant), found(1, 61, "8-8.0-4")]
+    assert not fallen(rows, RetentionRules(named={B: RetentionLimits(3600)}))
+    assert gone(rows, RetentionRules(named={tenant: RetentionLimits(3600)})) == {1}
+    assert cells_by_tenant(rows_of(rows)).tenants.tolist() == sorted(
+        [word_of(tenant), word_of(UNKNOWN_TENANT)]
+    )
 
 
 def test_no_bound_takes_nothing() -> None:
