@@ -3,6 +3,7 @@
 The sidecar itself is in `sidecar/app.py`.
 """
 
+import contextlib
 import ctypes
 import functools
 import gc
@@ -60,7 +61,9 @@ def main(options: Options) -> int:
             ).start()
         if options.ready_fd is not None:
             line = {"http_url": info.http_url, "attach": str(info.attach_path)}
-            os.write(options.ready_fd, json.dumps(line).encode() + b"\n")
+            # `kvlake run --optional` does not wait for ever.
+            with contextlib.suppress(BrokenPipeError):
+                os.write(options.ready_fd, json.dumps(line).encode() + b"\n")
             os.close(options.ready_fd)
 
     try:

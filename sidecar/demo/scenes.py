@@ -59,8 +59,11 @@ def main(options: Options) -> Exit:
     def end(number: int, _frame: object) -> None:
         raise SystemExit(128 + number)
 
-    # As Ctrl-C does: its engines, servers and folder are removed first.
+    # As Ctrl-C does: its engines, servers and folder are removed first. A closed terminal sends
+    # SIGHUP, which `nohup` ignores.
     signal.signal(signal.SIGTERM, end)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, end)
     folder = Path(tempfile.mkdtemp(prefix="kvlake-demo-"))
     demo, problem = Demo(folder, Output(quiet=options.json)), ""
     try:

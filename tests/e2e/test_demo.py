@@ -125,7 +125,10 @@ def test_json_is_the_only_output_of_the_command(folder: Path) -> None:
     assert not list(Path("/dev/shm").glob(f"kvlake-*-demo-{process.pid}-*"))
 
 
-def test_told_to_end_it_takes_all_with_it(folder: Path) -> None:
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.nightly)]
+)
+def test_told_to_end_it_takes_all_with_it(folder: Path, number: signal.Signals) -> None:
     with started(folder) as process:
         # A server, a sidecar and an engine run by then.
         deadline = time.monotonic() + START_SECONDS_MAX
@@ -133,9 +136,9 @@ def test_told_to_end_it_takes_all_with_it(folder: Path) -> None:
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        process.terminate()
+        process.send_signal(number)
         output, errors = process.communicate(timeout=START_SECONDS_MAX)
-    assert process.returncode == 128 + signal.SIGTERM, errors
+    assert process.returncode == 128 + number, errors
     assert not output
     # Processes and pools that are left over fail the module's fixture.
     assert not list(folder.glob("kvlake-demo-*"))

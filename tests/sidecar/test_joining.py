@@ -200,6 +200,39 @@ def test_an_engine_starts_without_a_sidecar_only_with_optional(node: Node) -> No
     assert allowed.end() == 0
 
 
+def test_a_sidecar_that_is_ready_when_nobody_waits_serves(node: Node) -> None:
+    """It ended as by a bug, and removed its host memory."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = ["serve", "--config", str(node.config), "--ready-fd", str(writer)]
+    with subprocess.Popen(
+        [sys.executable, *places.program(), *command], cwd=places.ROOT, pass_fds=[writer]
+    ) as process:
+        os.close(writer)
+        try:
+            wait_for(lambda: node.serving or process.poll() is not None, lambda: "")
+            assert node.serving == process.pid
+            time.sleep(0.2)
+        finally:
+            process.terminate()
+        assert process.wait(WAIT_SECONDS_MAX) == 0
+
+
+def test_a_runtime_directory_that_cannot_be_examined_is_refused(node: Node) -> None:
+    """As in the directory of another user, it ended as by a bug."""
+    values = yaml.safe_load(node.config.read_text())
+    values["runtime"]["directory"] = str(node.config / "run")
+    config = node.directory / "other.yaml"
+    config.write_text(yaml.safe_dump(values))
+    command = [*places.program(), "run", "--config", str(config), "--", "vllm", "serve", "model"]
+    done = subprocess.run(
+        [sys.executable, *command], cwd=places.ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == Exit.START, done.stderr
+    assert "cannot be made" in done.stderr
+    assert "bug" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("ends", "error"),
     [

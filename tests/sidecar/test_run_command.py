@@ -236,9 +236,17 @@ PARENT = os.getppid()
 def note(text):
     with open(LOG, "a") as log:
         log.write(text + "\\n")
+SOCKET = os.path.join(os.path.dirname(LOG), "a", "attach.sock")
 def end(number, frame):
+    if not os.path.exists(SOCKET):
+        note("sidecar ends at once")
+        os._exit(5)
+    os.remove(SOCKET)
+    time.sleep(DRAINS)
     note("sidecar drained")
     sys.exit(0)
+os.makedirs(os.path.dirname(SOCKET), exist_ok=True)
+open(SOCKET, "w").close()
 signal.signal(signal.SIGTERM, end)
 note(f"sidecar {os.getpid()} session {os.getsid(0) == os.getpid()}")
 if "--ready-fd" in sys.argv and READY:
@@ -272,7 +280,7 @@ while os.getppid() == PARENT:
 # The parent of the tests may ignore a signal, as a shell has what it starts in the background do
 # with SIGINT: what is ignored here is what the test says.
 LAUNCH = """
-import signal, sys
+import os, signal, sys
 from sidecar.config.model import loads
 from sidecar.cli.console import CommandError
 from sidecar.cli.run import FORWARDED, run
@@ -281,8 +289,8 @@ IGNORED = [int(number) for number in sys.argv.pop(1).split()]
 for number in FORWARDED:
     signal.signal(number, signal.SIG_IGN if number in IGNORED else signal.SIG_DFL)
 places.replace("RESTART_SECONDS_FIRST", 0.05)
-config = loads("runtime: {directory: /run/kvlake, name: a}\\nhost: {prefault: false}\\n"
-               "limits: {drain_seconds_max: 5s}")
+config = loads(f"runtime: {{directory: {os.path.dirname(sys.argv[1])}, name: a}}\\n"
+               "host: {prefault: false}\\nlimits: {drain_seconds_max: 5s}")
 try:
     sys.exit(run(config, sys.argv[1:3], sys.argv[3:]))
 except CommandError as error:
@@ -307,9 +315,10 @@ class Launched:
         engine: int | None = None,
         sidecar: int | None = None,
         ready: bool = True,
+        drains: float = 0.0,
         ignored: tuple[int, ...] = (),
     ) -> None:
-        self._script("sidecar.py", SIDECAR, CODE=sidecar, READY=ready)
+        self._script("sidecar.py", SIDECAR, CODE=sidecar, READY=ready, DRAINS=drains)
         self._script("engine.py", ENGINE, CODE=engine)
         if not self.python.exists():
             self.python.symlink_to(sys.executable)
@@ -387,6 +396,18 @@ def test_signals_go_to_the_engine_and_its_exit_code_is_returned(launched: Launch
     launched.wait_for(started)
     launched.signal(signal.SIGINT)
     launched.wait_for(lambda lines: "engine got SIGINT" in lines)
+    launched.signal(signal.SIGTERM)
+    code, errors = launched.end()
+    assert code == 7, errors
+    assert launched.lines()[-2:] == ["engine got SIGTERM", "sidecar drained"]
+
+
+def test_a_sidecar_that_drains_already_gets_no_second_signal(launched: Launched) -> None:
+    """As where systemd signals every process of a unit: a second one ends the drain at once."""
+    launched.start(drains=1.0)
+    launched.wait_for(started)
+    [pid] = launched.sidecar_pids()
+    os.kill(pid, signal.SIGTERM)
     launched.signal(signal.SIGTERM)
     code, errors = launched.end()
     assert code == 7, errors

@@ -82,7 +82,8 @@ def run(
     """
     home = config.runtime.home
     for folder in (home.parent, home):
-        with contextlib.suppress(FileNotFoundError):
+        # What cannot be examined, the sidecar refuses, with a remedy.
+        with contextlib.suppress(OSError):
             _require_trusted(folder, folder.lstat().st_uid)
     sockets = event_sockets(home)
     engine_command = with_events(check_command(command, config), config, sockets)
@@ -202,6 +203,8 @@ class SupervisedSidecar:
         self._command = list(command)
         self._process: subprocess.Popen[bytes] | None = None
         self._started = 0.0
+        self._served = False
+        """Whether the process was seen ready."""
         self._joined_fd: int | None = None
         self._delay_seconds = RESTART_SECONDS_FIRST
         self._restart_at: float | None = None
@@ -271,6 +274,7 @@ class SupervisedSidecar:
                     _interrupt(wakeup)
                 if pipe.fileno() in readable:
                     if pipe.read(1):
+                        self._served = True
                         return True
                     code = process.wait()
                     if code == Exit.START and is_locked(self._home) and left > JOIN_SECONDS:
@@ -282,6 +286,7 @@ class SupervisedSidecar:
     def _spawn(self, ready_fd: int | None) -> subprocess.Popen[bytes]:
         ready = [] if ready_fd is None else ["--ready-fd", str(ready_fd)]
         self._started = time.monotonic()
+        self._served = False
         self._restart_at = None
         self._process = subprocess.Popen(
             [*self._command, *ready],
@@ -357,7 +362,8 @@ class SupervisedSidecar:
         if has_joined(self._home):
             log(f"the sidecar (pid {process.pid}) continues for others that joined it")
             return
-        process.terminate()
+        if not self._drains():
+            process.terminate()
         deadline = time.monotonic() + self._config.limits.drain_seconds_max + DRAIN_GRACE_SECONDS
         while process.poll() is None and (left := deadline - time.monotonic()) > 0:
             readable, _, _ = select.select([wakeup], [], [], left)
@@ -367,6 +373,14 @@ class SupervisedSidecar:
             log("the sidecar did not drain in time; it is killed, unwritten chunks are lost")
             process.kill()
             process.wait()
+
+    def _drains(self) -> bool:
+        """Whether it stops already, because a service manager signals every process of a service.
+
+        A second signal would end the drain. A sidecar that stops removes its socket first.
+        """
+        ready = self._served or time.monotonic() - self._started > self.ready_seconds_max
+        return ready and not self._config.runtime.attach_path.exists()
 
 
 def forwarded(wakeup: socket.socket) -> list[int]:
