@@ -235,3 +235,11 @@ class TestS3:
             (asked,) = sts.exchanges
         assert "authorization" not in asked.fields
         assert "Credential=ASIA" in put.fields["authorization"]
+        token.unlink()
+        access = replaced(moto.access_at(moto.endpoint, backend), credentials=role)
+        async with tier_of(place(moto), access) as tier:
+            with pytest.raises(TierUnavailable, match="token"):
+                await tier.read(NAME, slot())
+            # obstore itself does not name it.
+            with pytest.raises(TierUnavailable, match=r"token|no credentials"):
+                await tier.delete([NAME])

@@ -21,6 +21,7 @@ from tiers.redaction import Redactor, mask_url, mask_urls, masked
 from tiers.store.errors import (
     CHAIN_LENGTH_MAX,
     DETAIL_CHARACTERS_MAX,
+    is_missing,
     translate,
 )
 
@@ -67,7 +68,9 @@ def named(name: str) -> Exception:
 
 
 def outcome(error: Exception) -> tuple[type[TierError], bool | None]:
-    translated = translate(error, "read s3://b/name", NO_SECRETS)
+    # A folder's errors name a file, too.
+    server = not (isinstance(error, OSError) and error.filename)
+    translated = translate(error, "read s3://b/name", NO_SECRETS, server=server)
     assert str(translated).startswith("read s3://b/name: ")
     retryable = translated.retryable if isinstance(translated, TierUnavailable) else None
     return type(translated), retryable
@@ -150,7 +153,23 @@ def test_each_condition_says_what_to_do(
 
 def test_a_folder_that_systemd_made_read_only_names_the_setting_of_the_unit() -> None:
     error = OSError(errno.EROFS, "Read-only file system", "/mnt/kvlake/probe")
-    assert "ReadWritePaths=" in str(translate(error, "write file:///mnt/kvlake/probe", NO_SECRETS))
+    found = translate(error, "write file:///mnt/kvlake/probe", NO_SECRETS, server=False)
+    assert "ReadWritePaths=" in str(found)
+
+
+def test_a_missing_file_of_this_machine_is_no_missing_object() -> None:
+    """A token or authorities that vanished: every chunk was withdrawn for all readers."""
+    error = FileNotFoundError(errno.ENOENT, "No such file or directory", "/var/run/token")
+    wrapped = RuntimeError("no credentials")
+    wrapped.__cause__ = error
+    for one in (error, wrapped):
+        found = translate(one, "read s3://b/name", NO_SECRETS, server=True)
+        assert isinstance(found, TierUnavailable)
+        assert "restore it" in str(found)
+        assert not is_missing(one, server=True)
+    assert is_missing(error, server=False)
+    for one in (FileNotFoundError("b/name"), FileNotFoundError(errno.ENOENT, "…", "b/name")):
+        assert is_missing(one, server=True), "as drivers say it"
 
 
 def test_the_servers_code_counts_more_than_the_clients_exception() -> None:
@@ -185,9 +204,9 @@ def test_a_409_that_says_to_try_again_is_no_object_that_exists(
 def test_the_reason_is_found_behind_a_general_error() -> None:
     error = named("EndpointConnectionError")
     error.__context__ = ConnectionRefusedError(errno.ECONNREFUSED, "refused")
-    assert "refused" in str(translate(error, "read s3://b/name", NO_SECRETS))
+    assert "refused" in str(translate(error, "read s3://b/name", NO_SECRETS, server=True))
     error.__context__ = socket.gaierror(-2, "Name or service not known")
-    assert "host name" in str(translate(error, "read s3://b/name", NO_SECRETS))
+    assert "host name" in str(translate(error, "read s3://b/name", NO_SECRETS, server=True))
 
 
 def test_a_circular_chain_ends() -> None:
@@ -231,11 +250,14 @@ def test_user_and_password_are_removed_from_a_url() -> None:
         )
     assert mask_urls("PUT 'https://h/x?sig=hunter2' ended") == "PUT 'https://h/x?***' ended"
     message = translate(
-        OSError("cannot reach http://u:hunter2@host/x"), "write sftp://***@host", NO_SECRETS
+        OSError("cannot reach http://u:hunter2@host/x"),
+        "write sftp://***@host",
+        NO_SECRETS,
+        server=False,
     )
     assert "hunter2" not in str(message)
 
 
 def test_a_long_answer_is_cut() -> None:
-    error = translate(OSError("x" * 1_000_000), "read s3://b/name", NO_SECRETS)
+    error = translate(OSError("x" * 1_000_000), "read s3://b/name", NO_SECRETS, server=True)
     assert len(str(error)) < DETAIL_CHARACTERS_MAX + 200

@@ -9,6 +9,7 @@ code that says so; no secret of a setting or of a URL appears in a message.
 """
 
 import errno
+import os
 import re
 import socket
 import ssl
@@ -44,6 +45,8 @@ CONDITIONS: Final = {
     "and list objects under the URL",
     "no_credentials": "no credentials were found; set store.credentials, or give the environment"
     " some",
+    "local_file": "a file of this machine is missing or cannot be read, which requests need for "
+    "their credentials or for TLS; restore it, or correct store.credentials and store.tls",
     "no_bucket": "the bucket does not exist; create it, or correct the bucket in store.url",
     "region": "the bucket is served by another region or endpoint; set store.region and "
     "store.endpoint",
@@ -82,7 +85,17 @@ _ERRORS: Final[dict[str, type[TierError]]] = {
 }
 """All other causes are `TierUnavailable`."""
 _RETRYABLE: Final = frozenset(
-    ("busy", "not_found", "garbled", "refused", "unknown_host", "connection", "slow", "other")
+    (
+        "busy",
+        "not_found",
+        "garbled",
+        "local_file",
+        "refused",
+        "unknown_host",
+        "connection",
+        "slow",
+        "other",
+    )
 )
 
 
@@ -193,9 +206,12 @@ _BY_TEXT: Final = {
 }
 
 
-def translate(error: Exception, doing: str, secrets: Redactor) -> TierError:
-    """The tier's error for `error`, which stopped `doing` (such as "write s3://b/p/name")."""
-    cause = _cause(error)
+def translate(error: Exception, doing: str, secrets: Redactor, *, server: bool) -> TierError:
+    """The tier's error for `error`, which stopped `doing` (such as "write s3://b/p/name").
+
+    `server`: the store is none of this machine's folders.
+    """
+    cause = _cause(error, server=server)
     what, remedy = CONDITIONS[cause].split("; ", 1)
     said = f"{type(error).__name__}: {error}".split(_OBSTORE_DETAIL, 1)[0]
     detail = mask_urls(secrets.redacted(" ".join(said.split())))[:DETAIL_CHARACTERS_MAX]
@@ -205,12 +221,12 @@ def translate(error: Exception, doing: str, secrets: Redactor) -> TierError:
     return TierUnavailable(message, retryable=cause in _RETRYABLE, cause=cause)
 
 
-def is_missing(error: Exception) -> bool:
-    """Whether the store itself said that the object is not there."""
-    return _cause(error) == "missing"
+def is_missing(error: Exception, *, server: bool) -> bool:
+    """Whether the store itself said that the object is not there; `server` as in `translate`."""
+    return _cause(error, server=server) == "missing"
 
 
-def _cause(error: Exception) -> str:
+def _cause(error: Exception, *, server: bool) -> str:
     """The store's own words count more than what a client made of them."""
     chain: list[BaseException] = []
     link: BaseException | None = error
@@ -220,6 +236,7 @@ def _cause(error: Exception) -> str:
     rules: tuple[Callable[[BaseException], str | None], ...] = (
         *(_by_obstore, _by_answer, _by_tls),
         lambda one: _BY_TYPE.get(type(one).__name__),
+        *([_by_local_file] if server else []),
         _by_os,
         # Last: an EndpointConnectionError says only that it failed; an OSError behind it says why.
         lambda one: _BY_CONNECTION.get(type(one).__name__),
@@ -280,6 +297,13 @@ def _by_tls(error: BaseException) -> str | None:
         not_tls = ("WRONG_VERSION", "RECORD LAYER", "UNKNOWN_PROTOCOL")
         return "not_tls" if any(one in reason for one in not_tls) else "connection"
     return None
+
+
+def _by_local_file(error: BaseException) -> str | None:
+    """A file of the operating system: one with a token, keys or authorities, or a program."""
+    name = error.filename if isinstance(error, OSError) else None
+    # adlfs names an object, without a slash at the start.
+    return "local_file" if isinstance(name, str) and os.path.isabs(name) else None
 
 
 def _by_os(error: BaseException) -> str | None:

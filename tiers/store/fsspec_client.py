@@ -65,12 +65,13 @@ def open_fsspec(url: str, access: Access) -> StoreClient:
         case "s3" | "s3a":
             fs = driver(**_s3_options(root.split("/", 1)[0], access, given))
             fs.retries = 1
-            return FsspecClient(fs, root, creates=creates, one_request=True)
+            return FsspecClient(fs, root, creates=creates, server=True, one_request=True)
         case "gs" | "gcs":
             return FsspecClient(
                 _gcs(access, given),
                 root,
                 creates=creates,
+                server=True,
                 one_request=True,
                 on_loop=lambda fs: _trust(fs, access),
             )
@@ -86,6 +87,7 @@ def open_fsspec(url: str, access: Access) -> StoreClient:
                 fs,
                 root,
                 creates=creates,
+                server=True,
                 hides_missing_bucket=True,
                 put_options=_azure_tier(access),
             )
@@ -102,6 +104,8 @@ class FsspecClient:
     """Bucket and prefix, or path, without a slash at the end."""
     creates: bool
     """Whether `mode="create"` is atomic."""
+    server: bool = False
+    """Whether requests go over HTTP: then an error that names a file is one of this machine."""
     one_request: bool = False
     """Whether the driver takes a `chunksize`, beyond which it cuts a body."""
     hides_missing_bucket: bool = False
@@ -201,7 +205,7 @@ class FsspecClient:
                 await self._call("rm_file", self._path(name))
             except FileNotFoundError as error:
                 # Drivers make one of any 404, also of one that is not the store's.
-                if not is_missing(error):
+                if not is_missing(error, server=self.server):
                     raise
 
     async def close(self) -> None:

@@ -203,7 +203,8 @@ class UrlObjects:
             raise
         except Exception as error:
             # `from None`: the client's own text may contain a secret.
-            raise translate(error, f"{verb} {target}", self._secrets) from None
+            doing, server = f"{verb} {target}", self._listed_by_server
+            raise translate(error, doing, self._secrets, server=server) from None
 
 
 def _open(url: str, access: Access) -> StoreClient:

@@ -144,7 +144,7 @@ class ObstoreClient:
                     await obstore.delete_async(self.client, name)
                 except FileNotFoundError as error:
                     # obstore makes one of any 404, also of one that is not the store's.
-                    if not is_missing(error):
+                    if not is_missing(error, server=True):
                         raise
 
     async def close(self) -> None:
