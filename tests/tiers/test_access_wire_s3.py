@@ -13,12 +13,13 @@ import anyio
 import pytest
 
 from tests import places
-from tests.faulty_proxy import Exchange, faulty_proxy
+from tests.faulty_proxy import Exchange, Fault, faulty_proxy
 from tests.object_servers import place
 from tests.tiers.tier_suite import NAME, image_of, slot
 from tests.tiers.wire import backend, replaced, tier_of, written
 from tiers.errors import TierUnavailable
-from tiers.store.access import Credentials, Encryption
+from tiers.store.access import Access, Credentials, Encryption
+from tiers.store.aws_credentials import AwsCredentials
 
 if TYPE_CHECKING:
     from tests.harness.servers import S3Server
@@ -243,3 +244,65 @@ class TestS3:
             # obstore itself does not name it.
             with pytest.raises(TierUnavailable, match=r"token|no credentials"):
                 await tier.delete([NAME])
+
+    @pytest.mark.usefixtures("profiles")
+    async def test_a_profile_assumes_its_role_with_keys_that_were_renewed(
+        self, moto: S3Server, backend: Backend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        role = f"arn:aws:iam::{ACCOUNT_ID}:role/kv"
+        (tmp_path / "none").write_text(
+            f"[profile assumed]\nrole_arn = {role}\nsource_profile = team\n"
+        )
+        keys, file = Credentials(kind="profile", profile="assumed"), tmp_path / "credentials"
+        async with faulty_proxy(moto.endpoint) as sts:
+            monkeypatch.setenv("AWS_ENDPOINT_URL_STS", sts.endpoint)
+            access = replaced(moto.access_at(moto.endpoint, backend), credentials=keys)
+            async with tier_of(place(moto), access) as tier:
+                await sts.become(Fault.EXPIRED)
+                with pytest.raises(TierUnavailable):
+                    await tier.write(NAME, image_of(10))
+                file.write_text(file.read_text().replace("AKTEAM", "AKRENEWED"))
+                await sts.become(Fault.PASS)
+                await tier.write(NAME, image_of(10))
+        assert "AKRENEWED" in sts.exchanges[-1].fields["authorization"]
+
+    @pytest.mark.usefixtures("profiles")
+    async def test_sts_is_reached_through_the_stores_proxy(
+        self, moto: S3Server, backend: Backend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """Also by what botocore finds itself, such as the identity of a pod."""
+        (tmp_path / "token").write_text("signed-by-the-cluster")
+        (tmp_path / "credentials").unlink()
+        monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "token"))
+        monkeypatch.setenv("AWS_ROLE_ARN", f"arn:aws:iam::{ACCOUNT_ID}:role/kv")
+        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", moto.endpoint)
+        async with faulty_proxy(moto.endpoint) as watch:
+            access = replaced(
+                moto.access_at(backend=backend),
+                proxy=watch.endpoint,
+                credentials=Credentials(kind="auto"),
+            )
+            async with tier_of(place(moto), access) as tier:
+                await tier.write(NAME, image_of(10))
+        assert [one.line for one in watch.exchanges][:1] == ["POST /"], "what STS is asked"
+
+
+def test_another_way_to_credentials_is_taken_when_it_is_found_twice() -> None:
+    """A file that is being replaced is missing for a moment, and an instance has a role, too."""
+
+    class Way:
+        def __init__(self, method: str) -> None:
+            self.method = method
+
+    file, again, instance = (
+        Way("shared-credentials-file"),
+        Way("shared-credentials-file"),
+        Way("iam"),
+    )
+    provider = AwsCredentials(Access())
+    for found, taken in ((file, file), (instance, file), (again, again), (None, again)):
+        provider._source = provider._confirmed(found)  # noqa: SLF001
+        assert provider._source is taken  # noqa: SLF001
+    for taken in (again, instance):
+        provider._source = provider._confirmed(instance)  # noqa: SLF001
+        assert provider._source is taken  # noqa: SLF001

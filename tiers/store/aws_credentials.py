@@ -61,6 +61,8 @@ class AwsCredentials:
         self._looking = threading.Lock()
         self._source: Any = None
         self._found: Credential | None = None
+        self._other = ""
+        """Another way that the last look found, in place of the one of `_source`."""
         self._reread_at = dt.datetime.now(dt.UTC)
 
     def __call__(self) -> Credential:
@@ -103,17 +105,35 @@ class AwsCredentials:
                 # may be good still; if not, the store says so.
                 if self._source is None:
                     raise
-            self._source = found or self._source
+            self._source = self._confirmed(found)
             if self._source is None:
                 raise NoCredentialsError
-        return self._source.get_frozen_credentials()
+        try:
+            return self._source.get_frozen_credentials()
+        except Exception:
+            if self._access.credentials.kind != "role":
+                # The keys that a profile assumes a role with may have been renewed in their file.
+                self._source = None
+            raise
+
+    def _confirmed(self, found: Any) -> Any:
+        """What was found now, or before: while a file is replaced, another way may seem to be left.
+
+        An instance's role, for example, is renewed for ever, and no file is read again.
+        """
+        before, other = self._source, self._other
+        self._other = ""
+        if found is None or before is None or found.method in (before.method, other):
+            return found or before
+        self._other = found.method
+        return before
 
     def _assume(self) -> dict[str, Any]:
         from botocore import UNSIGNED
         from botocore.config import Config
 
         access, role = self._access, self._access.credentials
-        config = client_config(access)
+        config: dict[str, Any] = {}
         verb = "assume_role"
         name = role.role_session_name or SESSION_NAME
         asked = {"RoleArn": role.role_arn, "RoleSessionName": name}
@@ -124,7 +144,7 @@ class AwsCredentials:
             asked["WebIdentityToken"] = Path(role.web_identity_token_file).read_text()
             config["signature_version"] = UNSIGNED
         sts = _session(access).create_client(
-            "sts", region_name=region_of(access), config=Config(**config), verify=verify(access)
+            "sts", region_name=region_of(access), config=Config(**config)
         )
         keys = getattr(sts, verb)(**asked)["Credentials"]
         return {
@@ -136,9 +156,14 @@ class AwsCredentials:
 
 
 def _session(access: Access) -> Any:
+    from botocore.config import Config
     from botocore.session import Session
 
     session: Any = Session(profile=access.credentials.profile)
+    # Also for the clients that botocore makes itself, to assume the role of a profile.
+    session.set_default_client_config(Config(**client_config(access)))
+    if (authorities := verify(access)) is not None:
+        session.set_config_variable("ca_bundle", authorities)
     if access.region is not None:
         session.set_config_variable("region", access.region)
     return session
