@@ -30,7 +30,7 @@ class Exit(enum.IntEnum):
     OK = 0
     """Done; for the sidecar: stopped, and nothing was lost."""
     NO = 1
-    """The answer is no: a damaged file, a sidecar that cannot be reached."""
+    """The answer is no: a damaged file, a sidecar or store that cannot be reached."""
     USAGE = 2
     """The command line or the configuration must be changed; a retry ends the same way."""
     START = 3

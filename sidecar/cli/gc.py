@@ -16,6 +16,7 @@ from sidecar.catalog.garbage_collector import LEASE_SECONDS, collect, holder_nam
 from sidecar.cli.console import (
     CommandError,
     Document,
+    NoAnswer,
     Options,
     document_table,
     load_config,
@@ -184,7 +185,7 @@ async def _take(lease: CatalogLease) -> None:
         if time.monotonic() > until:
             # Anybody who can write to the store can choose the name.
             holder = printable(lease.other.holder)
-            raise CommandError(
+            raise NoAnswer(
                 f"the store's lease is held by {holder}, which is collecting; try again later"
             )
         await anyio.sleep(LEASE_POLL_SECONDS)

@@ -7,7 +7,7 @@ from typing import Final, TypeVar
 import anyio
 
 from sidecar.catalog.garbage_collector import namespaces
-from sidecar.cli.console import CommandError
+from sidecar.cli.console import CommandError, NoAnswer
 from sidecar.config.model import Config
 from sidecar.core.tenants import Tenants
 from sidecar.errors import StartError
@@ -15,7 +15,7 @@ from sidecar.service.store_stack import open_store
 from tiers.catalog.names import NAMESPACE_CHARACTERS
 from tiers.catalog.scan import Superseded
 from tiers.catalog.usage import UNKNOWN_TENANT, word_of
-from tiers.errors import TierError
+from tiers.errors import TierError, TierUnavailable
 from tiers.store.object_tier import ObjectTier
 
 TENANTS_SHOWN_MAX: Final = 1000
@@ -43,8 +43,12 @@ def run(config: Config, command: Callable[[ObjectTier], Awaitable[_T]]) -> _T:
 
     try:
         return anyio.run(main)
-    except (TierError, StartError, Superseded) as error:
+    except StartError as error:
         raise CommandError(str(error)) from error
+    except (TierError, Superseded) as error:
+        # Scripts try again, or do not, by the exit code.
+        lasts = isinstance(error, TierUnavailable) and not error.retryable
+        raise (CommandError if lasts else NoAnswer)(str(error)) from error
 
 
 async def find_namespaces(store: ObjectTier, digits: str | None) -> list[str]:

@@ -8,15 +8,15 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import pytest
 import yaml
 
-from sidecar.cli import main
+from sidecar.cli import gc, main
 from sidecar.config.store import StoreSettings
 from sidecar.protocol import Outcome, StoreJob, tenant_id
 from sidecar.service.store_stack import WrapStore, open_store
@@ -29,10 +29,14 @@ from tests.sidecar.client import (
     config_in,
     key_of,
 )
+from tiers.catalog.lease import CatalogLease
+from tiers.catalog.scan import Superseded
+from tiers.errors import TierUnavailable
 from tiers.kv.index import FLAG_STORE
-from tiers.store.middleware import Metered
+from tiers.store.middleware import Metered, Verb, Wrapper
 from tiers.store.object_tier import UrlObjects
 
+T = TypeVar("T")
 QUICK: dict[str, Any] = {"refresh_seconds": 0.05, "catalog_flush": 0.05}
 SOON: dict[str, Any] = {"deadline_seconds_max": 2.0, "gc": {"every": 1.0, "grace": 2.1}}
 """Where what is withdrawn has to be deleted while a test waits: a configuration is only taken with
@@ -377,6 +381,47 @@ def test_impossible_commands_are_refused_with_a_message(
     path.write_text(yaml.safe_dump(sections))
     assert main([*words, "--config", str(path)]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["du"], ["ls"], ["gc"], ["gc", "--dry-run"]])
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (TierUnavailable("the store is away", retryable=True), 1),
+        (TierUnavailable("no such bucket", retryable=False), 2),
+        (Superseded("another process has the lease"), 1),
+    ],
+)
+def test_only_what_lasts_asks_for_another_command(
+    words: list[str],
+    error: Exception,
+    code: int,
+    store: dict[str, Any],
+    kvlake: Command,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All of these ended with 2, after which scripts do not try again."""
+
+    class Failing(Wrapper):
+        async def _around(self, verb: Verb, name: str, call: Callable[[], Awaitable[T]]) -> T:
+            raise error
+
+    places.patch(monkeypatch, "open_store", lambda settings: open_store(settings, Failing))
+    assert str(error) in kvlake(store, *words, code=code)
+
+
+def test_gc_says_no_while_another_has_the_lease(
+    store: dict[str, Any], kvlake: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def take() -> None:
+        tier = UrlObjects(store["url"])
+        assert await CatalogLease(tier, "another", seconds=600.0).acquire()
+        await tier.close()
+
+    anyio.run(take)
+    monkeypatch.setattr(gc, "LEASE_SECONDS", 0.1)
+    monkeypatch.setattr(gc, "LEASE_POLL_SECONDS", 0.1)
+    assert "the store's lease is held by another" in kvlake(store, "gc", code=1)
 
 
 def test_sidecars_collect_by_themselves(
