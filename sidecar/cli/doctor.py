@@ -23,7 +23,7 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
@@ -95,7 +95,8 @@ def startup_findings(config: Config) -> list[Check]:
     runtime = config.runtime
     about = f"runtime.directory {runtime.directory}"
     found = [passed("configuration", where)]
-    pid, has_ports = 0, False
+    pid = 0
+    has_ports: bool | None = False
     try:
         runtimedir.check(runtime)
     except runtimedir.AlreadyServed as error:
@@ -110,7 +111,16 @@ def startup_findings(config: Config) -> list[Check]:
     if has_ports:
         found.append(passed("ports", "they are those of the sidecar that runs"))
     else:
-        found += _ports(config)
+        ports = _ports(config)
+        if has_ports is None:
+            remedy = (
+                "nothing to do if it is that of the sidecar that runs, which could not be asked"
+            )
+            ports = [
+                replace(one, verdict="warn", remedy=remedy) if one.verdict == "fail" else one
+                for one in ports
+            ]
+        found += ports
     about = f"host.directory {config.host.directory}"
     owner = read_owner(lock_path_of(config.pool_path))
     if pid and owner is not None and owner.pid == pid:
@@ -134,10 +144,10 @@ def _checked(about: str, good: str, check: Callable[[], object]) -> Check:
     return passed(about, good)
 
 
-def _running(config: Config, pid: int) -> tuple[Check, bool]:
-    """The state of the sidecar that has the runtime directory, and whether it has the HTTP port.
+def _running(config: Config, pid: int) -> tuple[Check, bool | None]:
+    """The state of the sidecar that has the runtime directory, and whether it has the ports.
 
-    `pid` is 0 if it is not known.
+    `pid` is 0 if it is not known. None: it could not be asked, so that its ports are not known.
     """
     about = f"sidecar {config.runtime.name}"
     text = f"it runs (pid {pid or 'unknown'})"
@@ -145,11 +155,11 @@ def _running(config: Config, pid: int) -> tuple[Check, bool]:
         url = url_of(config)
         status = SidecarClient(url, STATUS_SECONDS_MAX, config.http.secret_token()).get()
     except NoAnswer as error:
-        return warning(about, f"{text}: {error}"), isinstance(error, SidecarNotReady)
+        return warning(about, f"{text}: {error}"), isinstance(error, SidecarNotReady) or None
     except StartError:
         # The line of that check says why.
         unasked = "without the token of http.token_file it cannot be asked how it is"
-        return warning(about, f"{text}; {unasked}"), False
+        return warning(about, f"{text}; {unasked}"), None
     if status.get("pid") != pid or status.get("name") != config.runtime.name:
         text += f", and {url} is that of another, {status.get('name')!r}"
         return warning(about, text, "was it started with another http.port?"), False

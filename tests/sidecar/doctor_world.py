@@ -90,6 +90,13 @@ class World:
         pool.close(keep=True)
 
 
+def events_over_tcp(world: World, key: str, **endpoints: str) -> dict[str, Any]:
+    places = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0"}
+    subscribers = [zmq.curve_keypair()[0].decode().replace("$", "$$")]
+    more = {"curve_secret_key_file": key, "subscribers": subscribers}
+    return {"events": {"enabled": True, **places, **endpoints, **more}}
+
+
 @pytest.fixture
 def world(short_directory: Path) -> Iterator[World]:
     with contextlib.ExitStack() as held:

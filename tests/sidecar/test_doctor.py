@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
 
 from sidecar.config.model import load, loads
 from sidecar.exits import Exit
 from tests import places
 from tests.sidecar.client import RunningSidecar
 from tests.sidecar.commands import Commands, commands, tree
-from tests.sidecar.doctor_world import OTHER, World, world
+from tests.sidecar.doctor_world import OTHER, World, events_over_tcp, world
 
 __all__ = ["commands", "world"]
 
@@ -157,13 +156,6 @@ def token_file_that_is_not_text(world: World) -> dict[str, Any]:
 @refusal("read_secret")
 def token_file_that_is_empty(world: World) -> dict[str, Any]:
     return {"http": {"token_file": world.key("")}}
-
-
-def events_over_tcp(world: World, key: str, **endpoints: str) -> dict[str, Any]:
-    places = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0"}
-    subscribers = [zmq.curve_keypair()[0].decode().replace("$", "$$")]
-    more = {"curve_secret_key_file": key, "subscribers": subscribers}
-    return {"events": {"enabled": True, **places, **endpoints, **more}}
 
 
 @refusal("EventsSettings.secret_key")

@@ -15,18 +15,22 @@ from sidecar.exits import Exit
 from tests import places
 from tests.sidecar.client import RunningSidecar, config_in
 from tests.sidecar.commands import Commands, commands, tree
-from tests.sidecar.doctor_world import World, world
+from tests.sidecar.doctor_world import World, events_over_tcp, world
 from tiers.pool import lock as pool_lock
 from tiers.pool.lock import require_creatable, take_lock
 
 __all__ = ["commands", "world"]
 
 
-@pytest.mark.promise("doctor")
-def test_a_sidecar_that_runs_is_no_fault(commands: Commands, world: World) -> None:
+def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+        return int(sock.getsockname()[1])
+
+
+@pytest.mark.promise("doctor")
+def test_a_sidecar_that_runs_is_no_fault(commands: Commands, world: World) -> None:
+    port = free_port()
     file = world.config({"http": {"port": port}})
     with RunningSidecar(load(file)) as sidecar:
         before = tree(world.directory)
@@ -73,6 +77,34 @@ def test_a_sidecar_that_hangs_is_no_fault_of_the_port(
         "warn",
         True,
     )
+
+
+@pytest.mark.promise("doctor")
+@pytest.mark.parametrize("cause", ["new token", "unreadable token", "port 0"])
+def test_the_ports_of_a_sidecar_that_cannot_be_asked_are_no_faults(
+    commands: Commands, world: World, cause: str
+) -> None:
+    """They were taken for those of another, and the remedy was another port."""
+    port, token = free_port(), Path(world.key("first"))
+    sections = {"http": {"port": port, "token_file": str(token)}}
+    about = f"http.port {port}"
+    if cause == "port 0":
+        about = f"events.endpoint tcp://127.0.0.1:{port}"
+        key = world.key()
+        sections = events_over_tcp(world, key, endpoint=f"tcp://127.0.0.1:{port}")
+    file = world.config(sections)
+    with RunningSidecar(load(file)):
+        if cause == "new token":
+            token.write_text("second")
+        elif cause == "unreadable token":
+            token.chmod(0o644)
+        ended = commands.run("doctor", "--config", str(file))
+    [line] = [line for line in ended.lines("warn") if line.startswith(about)]
+    assert "nothing to do if it is that of the sidecar that runs, which could not be asked" in line
+    # A token that others can read is a fault of its own.
+    failed = [f"http.token_file {token}"] if cause == "unreadable token" else []
+    assert [line.partition(":")[0] for line in ended.lines("fail")] == failed, ended
+    assert ended.code == (Exit.NO if failed else Exit.OK)
 
 
 def test_a_look_keeps_nobody_from_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
