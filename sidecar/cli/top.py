@@ -9,6 +9,7 @@ terminal.
 
 import queue
 import select
+import signal
 import sys
 import termios
 import textwrap
@@ -83,11 +84,17 @@ def main(options: Options) -> None:
         if all(one.status is None for one in seen):
             raise NoAnswer(seen[0].problem if seen else f"{options.targets} names no sidecar")
         return
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if not (sys.stdin.isatty() and sys.stdout.isatty()) or Console().is_dumb_terminal:
         raise CommandError("top draws on a terminal; use --once, or --json, without one")
+    signal.signal(signal.SIGTERM, _end)
     # An error: the terminal is gone.
     with suppress(OSError, termios.error):
         _run(fleet, options.interval)
+
+
+def _end(number: int, _frame: object) -> None:
+    # As Ctrl-C does: the terminal gets its picture and settings back first.
+    raise SystemExit(128 + number)
 
 
 def _run(fleet: Fleet, interval: float) -> None:

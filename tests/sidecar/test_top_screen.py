@@ -10,6 +10,7 @@ import os
 import pty
 import re
 import select
+import signal
 import socket
 import struct
 import subprocess
@@ -44,12 +45,12 @@ def sidecar(short_directory: Path) -> Iterator[RunningSidecar]:
 class Terminal:
     """A terminal of 80 by 24 with a process in it."""
 
-    def __init__(self, *command: str) -> None:
+    def __init__(self, *command: str, kind: str = "xterm-256color") -> None:
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", HEIGHT, WIDTH, 0, 0))
         self.before = termios.tcgetattr(slave)
         self._slave = slave
-        environment = {**os.environ, "TERM": "xterm-256color"}
+        environment = {**os.environ, "TERM": kind}
         # Bars look different without colors.
         environment.pop("NO_COLOR", None)
         self.process = subprocess.Popen(
@@ -66,6 +67,13 @@ class Terminal:
             assert time.monotonic() < deadline, self._read
             if select.select([self._master], [], [], 0.1)[0]:
                 self._read += self._decoder.decode(os.read(self._master, 65536))
+        shown, self._read = self._read, ""
+        return shown
+
+    def rest(self) -> str:
+        """What was drawn since then."""
+        while select.select([self._master], [], [], 0.0)[0]:
+            self._read += self._decoder.decode(os.read(self._master, 65536))
         shown, self._read = self._read, ""
         return shown
 
@@ -155,6 +163,35 @@ def test_keys_in_a_terminal(sidecar: RunningSidecar) -> None:
         terminal.press("q")
         assert terminal.process.wait(WAIT_SECONDS_MAX) == 0
         assert terminal.settings == terminal.before
+    finally:
+        terminal.close()
+
+
+def test_a_signal_to_end_leaves_the_terminal_as_it_was(sidecar: RunningSidecar) -> None:
+    """It stayed on the other screen, and showed no key."""
+    command = (sys.executable, "-P", "-m", "sidecar.cli", "top", "--url", sidecar.info.http_url)
+    terminal = Terminal(*command)
+    try:
+        terminal.until("does it help?")
+        assert terminal.settings != terminal.before
+        terminal.process.terminate()
+        assert terminal.process.wait(WAIT_SECONDS_MAX) == 128 + signal.SIGTERM
+        assert terminal.settings == terminal.before
+        shown = terminal.rest()
+        assert "\x1b[?1049l" in shown
+        assert "Traceback" not in shown
+    finally:
+        terminal.close()
+
+
+@pytest.mark.parametrize("kind", ["dumb", "unknown"])
+def test_a_terminal_that_only_prints_is_none(kind: str) -> None:
+    """Nothing was shown, for ever."""
+    command = (sys.executable, "-P", "-m", "sidecar.cli", "top", "--url", "http://127.0.0.1:9")
+    terminal = Terminal(*command, kind=kind)
+    try:
+        terminal.until("top draws on a terminal; use --once, or --json, without one")
+        assert terminal.process.wait(WAIT_SECONDS_MAX) == 2
     finally:
         terminal.close()
 
