@@ -111,16 +111,10 @@ def startup_findings(config: Config) -> list[Check]:
     if has_ports:
         found.append(passed("ports", "they are those of the sidecar that runs"))
     else:
-        ports = _ports(config)
-        if has_ports is None:
-            remedy = (
-                "nothing to do if it is that of the sidecar that runs, which could not be asked"
-            )
-            ports = [
-                replace(one, verdict="warn", remedy=remedy) if one.verdict == "fail" else one
-                for one in ports
-            ]
-        found += ports
+        own = "nothing to do if it is that of the sidecar that runs, which could not be asked"
+        for one in _ports(config):
+            unknown = has_ports is None and one.verdict == "fail"
+            found.append(replace(one, verdict="warn", remedy=own) if unknown else one)
     about = f"host.directory {config.host.directory}"
     owner = read_owner(lock_path_of(config.pool_path))
     if pid and owner is not None and owner.pid == pid:
@@ -218,8 +212,13 @@ async def store_finding(config: Config) -> Check:
             # Read-only credentials are enough.
             await store.list(PROBE_FOLDER)
             return passed(about, "lists; store.write is off, so no object was written or read")
-        await store.probe()
-        return passed(about, "writes, reads, lists and deletes")
+        if (await store.probe()).creates:
+            return passed(about, "writes, reads, lists and deletes")
+        found = (
+            "it cannot create an object without replacing one: its catalog is not compacted, "
+            "`kvlake gc` refuses it, and no bound on it holds"
+        )
+        return warning(about, found, "bound it with a lifecycle rule of the store's own")
     except TierError as error:
         return failed(about, str(error))
     finally:

@@ -11,14 +11,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
+from sidecar.cli.doctor import store_finding
 from sidecar.config.model import load, loads
 from sidecar.exits import Exit
+from sidecar.service.store_stack import open_store
 from tests import places
 from tests.sidecar.client import RunningSidecar
 from tests.sidecar.commands import Commands, commands, tree
 from tests.sidecar.doctor_world import OTHER, World, events_over_tcp, world
+from tests.sidecar.replacing import Replacing
 
 __all__ = ["commands", "world"]
 
@@ -448,6 +452,18 @@ def test_a_store_that_is_only_read_must_list(commands: Commands, world: World) -
     assert "a file stands where a folder is needed" in told
     assert f"list file://{world.directory}/store/probe" in told
     assert doctor.code == Exit.NO
+
+
+def test_a_store_without_exclusive_create_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, world: World
+) -> None:
+    """It passed, although `kvlake gc` refuses such a store."""
+    config = load(world.config(with_a_store(world)))
+    places.patch(monkeypatch, "open_store", lambda settings: open_store(settings, Replacing))
+    told = anyio.run(store_finding, config)
+    assert told.verdict == "warn"
+    assert "is not compacted, `kvlake gc` refuses it, and no bound on it holds" in told.found
+    assert "lifecycle rule" in told.remedy
 
 
 def test_remedies_name_the_configuration_that_was_used(tmp_path: Path) -> None:
