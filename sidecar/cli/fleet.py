@@ -207,7 +207,7 @@ class Fleet:
         """The targets when they could be read last."""
 
     def ask(self, *, contents: bool = False) -> list[Seen]:
-        """Their answers, in the order in which they are named.
+        """Their answers, in the order in which they are named; the `contents` of a single one.
 
         Raises `CommandError` if the targets could never be read.
         """
@@ -227,6 +227,8 @@ class Fleet:
                 client = client_of(Options(**{**vars(self._options), "url": url}))
                 self._targets[url] = _Target(client)
         asked = [self._targets[url] for url in urls]
+        # The contents of several are not drawn.
+        contents = contents and len(lost) + len(asked) == 1
         return lost + _ask_together(asked, contents=contents)
 
 

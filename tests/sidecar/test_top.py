@@ -302,6 +302,29 @@ def test_targets_that_cannot_be_read_any_more(tmp_path: Path) -> None:
         Fleet(options).ask()
 
 
+def test_only_a_single_sidecar_is_asked_for_its_contents(sidecar: RunningSidecar) -> None:
+    """Each walked over its chunks for nothing; one that did so too slowly had "no answer"."""
+    # To /host, it does not answer as a sidecar does.
+    server = standing_in(json.dumps(sidecar.status()).encode())
+    urls = [sidecar.info.http_url, f"http://127.0.0.1:{server.server_address[1]}"]
+
+    def ask(*urls: str) -> list[Seen]:
+        options = Options(targets=None, url=urls, config=None, timeout=5.0, token_file=None)
+        return Fleet(options).ask(contents=True)
+
+    try:
+        several = ask(*urls)
+        [broken] = ask(urls[1])
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert [one.problem for one in several] == ["", ""]
+    assert [one.contents for one in several] == [None, None]
+    assert "has not the figures" in broken.problem
+    [whole] = ask(urls[0])
+    assert whole.contents is not None
+
+
 def test_without_a_terminal_it_asks_for_once(
     sidecar: RunningSidecar, capsys: pytest.CaptureFixture[str]
 ) -> None:
