@@ -1,21 +1,27 @@
-"""The fsspec adapter: times of moving, and drivers whose create is not atomic."""
+"""The fsspec adapter: times of moving, creates that are not atomic, and calls that hang."""
 
 from __future__ import annotations
 
 import datetime as dt
 import secrets
+import threading
 import time
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import anyio
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractFileSystem
 
-from tests.tiers.tier_suite import NAME, image_of
-from tiers.errors import TierUnavailable
+from tests.tiers.tier_suite import NAME, image_of, slot
+from tiers.errors import TierExpired, TierUnavailable
 from tiers.store.fsspec_client import FsspecClient
+from tiers.store.middleware import Deadline
 from tiers.store.object_tier import UrlObjects
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
 
 
 class Renames(MemoryFileSystem):  # type: ignore[misc] # fsspec has no types
@@ -70,3 +76,86 @@ async def test_a_create_that_is_not_atomic_is_refused() -> None:
         await tier.write(NAME, image_of(10), create=True)
     assert (info.value.retryable, info.value.cause) == (False, "unsupported")
     assert await tier.list("") == []
+
+
+class Hangs(MemoryFileSystem):  # type: ignore[misc] # fsspec has no types
+    """A double of sftp, which has no timeouts: while its server is silent no call ends."""
+
+    protocol = "hangs"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    answering = threading.Event()
+    using: ClassVar[list[str]] = []
+    used_at_once: ClassVar[list[int]] = []
+
+    def _ask(self, verb: str) -> None:
+        self.using.append(verb)
+        self.used_at_once.append(len(self.using))
+        self.answering.wait(20)
+        self.using.remove(verb)
+
+    def cat_file(self, *args: Any, **options: Any) -> Any:
+        self._ask("read")
+        return super().cat_file(*args, **options)
+
+    def pipe_file(self, *args: Any, **options: Any) -> None:
+        self._ask("write")
+        super().pipe_file(*args, **options)
+
+    def find(self, *args: Any, **options: Any) -> Any:
+        self._ask("list")
+        return super().find(*args, **options)
+
+    def rm_file(self, path: str) -> None:
+        self._ask("delete")
+        super().rm_file(path)
+
+    def cp_file(self, *_: Any, **__: Any) -> None:
+        raise NotImplementedError
+
+    def open(self, *args: Any, **options: Any) -> Any:
+        self._ask("copy")
+        return super().open(*args, **options)
+
+
+@pytest.mark.parametrize("hanging", ["read", "write", "list", "delete", "copy"])
+async def test_a_hanging_call_ends_at_its_deadline(hanging: str) -> None:
+    fsspec.register_implementation("hangs", Hangs, clobber=True)
+    Hangs.answering.set()
+    tier = UrlObjects(f"hangs://{secrets.token_hex(6)}")
+    await tier.write(NAME, image_of(10))
+    hasty, into, image = Deadline(tier, seconds_max=0.1), slot(), image_of(20)
+    calls: dict[str, Callable[[], Awaitable[object]]] = {
+        "read": lambda: hasty.read(NAME, into),
+        "write": lambda: hasty.write(NAME, image),
+        "list": lambda: hasty.list(""),
+        "delete": lambda: hasty.delete([NAME]),
+        "copy": lambda: hasty.quarantine(NAME),
+    }
+    Hangs.used_at_once.clear()
+    Hangs.answering.clear()
+    before = into.copy()
+    try:
+        # On a busy machine the deadline may pass before the driver is called.
+        while not Hangs.used_at_once:
+            with pytest.raises(TierExpired, match="not done after"):
+                await calls[hanging]()
+        # The others wait for the driver, which one thread may use.
+        for call in calls.values():
+            with pytest.raises(TierExpired, match="not done after"):
+                await call()
+            assert Hangs.using == [hanging]
+        # What the caller has next in its memory is neither written nor overwritten.
+        image[:] = 0
+    finally:
+        Hangs.answering.set()
+    with anyio.fail_after(30):
+        await tier.write("a/b", image_of(30))
+        assert await tier.read("a/b", slot()) == 30
+    if hanging == "write":
+        assert await tier.read(NAME, into) == 20
+        assert (into[:20] == image_of(20)).all()
+    else:
+        assert (into == before).all()
+    assert set(Hangs.used_at_once) == {1}
+    await tier.close()

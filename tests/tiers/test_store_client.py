@@ -18,7 +18,7 @@ import pytest
 from tests.thread_limit import ANYIO, no_thread
 from tests.tiers.tier_suite import NAME, image_of
 from tiers.errors import TierUnavailable
-from tiers.store.client import run_in_thread, run_to_end
+from tiers.store.client import run_abandonable, run_in_thread, run_to_end
 from tiers.store.folder import LISTINGS_MAX
 from tiers.store.middleware import Deadline
 from tiers.store.object_tier import UrlObjects
@@ -67,7 +67,8 @@ class TestRunToEnd:
         await cancel(lambda: tier.write(NAME, image_of(1000)), begun)
         assert ended.is_set()
 
-    async def test_queued_work_never_starts_after_a_cancel(self) -> None:
+    @pytest.mark.parametrize("run", [run_to_end, run_abandonable])
+    async def test_queued_work_never_starts_after_a_cancel(self, run: Callable[..., Any]) -> None:
         limiter = anyio.CapacityLimiter(1)
         release, begun = threading.Event(), threading.Event()
         ran: list[str] = []
@@ -77,11 +78,11 @@ class TestRunToEnd:
             release.wait(60)
 
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(run_to_end, hold, limiter)
+            tasks.start_soon(run, hold, limiter)
             while not begun.is_set():
                 await anyio.sleep(0.001)
             with anyio.move_on_after(0.01) as scope:
-                await run_to_end(lambda: ran.append("late"), limiter)
+                await run(lambda: ran.append("late"), limiter)
             assert scope.cancelled_caught
             release.set()
         await anyio.sleep(0.01)
@@ -91,12 +92,15 @@ class TestRunToEnd:
         with pytest.raises(ZeroDivisionError):
             await run_to_end(lambda: 1 // 0, anyio.CapacityLimiter(1))
 
-    async def test_where_no_thread_can_be_started_it_is_an_error_of_the_system(self) -> None:
+    @pytest.mark.parametrize("run", [run_to_end, run_abandonable])
+    async def test_where_no_thread_can_be_started_it_is_an_error_of_the_system(
+        self, run: Callable[..., Any]
+    ) -> None:
         limiter, ran = anyio.CapacityLimiter(1), list[str]()
         with no_thread(ANYIO), pytest.raises(OSError, match="no thread can be started") as caught:
-            await run_to_end(lambda: ran.append("early"), limiter)
+            await run(lambda: ran.append("early"), limiter)
         assert caught.value.errno == errno.EAGAIN
-        await run_to_end(lambda: ran.append("late"), limiter)
+        await run(lambda: ran.append("late"), limiter)
         assert ran == ["late"]
 
     async def test_another_error_of_python_stays_what_it_is(self) -> None:
@@ -105,6 +109,43 @@ class TestRunToEnd:
 
         with pytest.raises(RuntimeError, match="a bug"):
             await run_to_end(bug, anyio.CapacityLimiter(1))
+
+
+class TestRunAbandonable:
+    @pytest.mark.parametrize("cancel", [cancel_scope, cancel_twice])
+    async def test_a_cancelled_call_keeps_its_token_until_its_thread_ends(
+        self, cancel: Callable[..., Any]
+    ) -> None:
+        limiter = anyio.CapacityLimiter(1)
+        release, begun, ended = threading.Event(), threading.Event(), threading.Event()
+
+        def hang() -> None:
+            begun.set()
+            release.wait(5)
+            ended.set()
+
+        await cancel(lambda: run_abandonable(hang, limiter), begun)
+        assert not ended.is_set()
+        with anyio.move_on_after(0.01) as scope:
+            await run_abandonable(lambda: None, limiter)
+        assert scope.cancelled_caught
+        assert limiter.borrowed_tokens == 1
+        release.set()
+        assert await run_abandonable(ended.is_set, limiter)
+        assert limiter.borrowed_tokens == 0
+
+    async def test_a_call_that_is_cancelled_before_it_begins_gives_its_token_back(self) -> None:
+        limiter, ran = anyio.CapacityLimiter(1), list[str]()
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await run_abandonable(lambda: ran.append("late"), limiter)
+        assert (ran, limiter.borrowed_tokens) == ([], 0)
+
+    async def test_errors_of_the_work_are_raised(self) -> None:
+        limiter = anyio.CapacityLimiter(1)
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                await run_abandonable(lambda: 1 // 0, limiter)
 
 
 class TestRunInThread:

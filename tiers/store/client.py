@@ -5,11 +5,12 @@ object's size. Clients are `folder.py`, `obstore_client.py` (S3, GCS, Azure) and
 (all others); `object_tier.py` checks their arguments and translates their errors.
 
 Invariants of all of them: when `write` or `read` has returned or raised, cancelled or not, nothing
-touches the caller's memory any more, and a cancel waits for a thread only; a name exists with all
-its bytes, or does not exist; a read costs one request, and at most the memory of the slot plus one
-byte, and its copy in the client.
+touches the caller's memory any more, and a cancel waits only for a thread that uses it; a name
+exists with all its bytes, or does not exist; a read costs one request, and at most the memory of
+the slot plus one byte, and its copy in the client.
 """
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -146,6 +147,41 @@ async def run_to_end(
                 with contextlib.suppress(anyio.get_cancelled_exc_class()):
                     await anyio.sleep(0.001)
         raise
+
+
+async def run_abandonable(work: Callable[[], T], limiter: anyio.CapacityLimiter) -> T:
+    """Run `work`, which uses no memory of the caller, in a thread. A cancel does not wait for it.
+
+    The thread keeps its token of `limiter` until it ends, so that calls it blocks do not pile up in
+    more threads. Python waits for it when it ends: a process that must not ends by `os._exit`.
+
+    Raises `NoThread`, an OSError, where none is idle and none can be started.
+    """
+    borrower = object()
+    await limiter.acquire_on_behalf_of(borrower)
+    loop, begun = asyncio.get_running_loop(), Future[None]()
+
+    def tracked() -> T:
+        if not begun.set_running_or_notify_cancel():
+            raise RuntimeError("work was abandoned before its thread began")
+        lower_priority()
+        try:
+            return work()
+        finally:
+            # A loop that has closed has no use for the token.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(limiter.release_on_behalf_of, borrower)
+
+    try:
+        with starting_threads():
+            # The limiter of the call itself limits nothing; anyio's own is shared with others.
+            return await anyio.to_thread.run_sync(
+                tracked, limiter=anyio.CapacityLimiter(1), abandon_on_cancel=True
+            )
+    finally:
+        # One that has not started is cancelled, and never does.
+        if begun.cancel():
+            limiter.release_on_behalf_of(borrower)
 
 
 async def run_in_thread(work: Callable[[*Ts], T], *given: *Ts) -> T:

@@ -3,9 +3,11 @@
 Owns the adapter from `StoreClient` to a driver's own verbs, and the translation of `Access` for
 s3fs, gcsfs and adlfs. `storage_options` override what is derived from `Access`.
 
-Synchronous drivers are called one at a time in a thread, because few of them are thread-safe;
-asynchronous ones run on the caller's event loop, where they also hash and send bodies. Objects are
-copied, listings are complete, and each deletion is a request: a fast store uses obstore.
+Synchronous drivers are called one at a time in a thread, because few of them are thread-safe, and a
+cancel does not wait for it, because few have timeouts: a call that hangs keeps the others waiting,
+until their deadlines. Asynchronous drivers run on the caller's event loop, where they also hash and
+send bodies. Objects are copied, listings are complete, and each deletion is a request: a fast store
+uses obstore.
 
 Invariants: no driver retries by itself, because layers of retries multiply; a body is sent in one
 request, because parts of an aborted upload are billed until somebody removes them; a missing bucket
@@ -28,7 +30,16 @@ import anyio
 from tiers.errors import TierUnavailable
 from tiers.store import aws_credentials as aws
 from tiers.store.access import Access, Credentials, azure_account, present
-from tiers.store.client import Bytes, Found, Listing, Seen, StoreClient, fill, run_to_end
+from tiers.store.client import (
+    Bytes,
+    Found,
+    Listing,
+    Seen,
+    StoreClient,
+    fill,
+    run_abandonable,
+    run_to_end,
+)
 from tiers.store.errors import is_missing
 
 COPY_THREADS_MAX: Final = 4
@@ -121,7 +132,10 @@ class FsspecClient:
 
     async def _call(self, verb: str, *args: Any, **options: Any) -> Any:
         if not self.fs.async_impl:
-            return await run_to_end(lambda: getattr(self.fs, verb)(*args, **options), self._calls)
+            # No argument is the caller's memory: a write has a copy, a read returns its own bytes.
+            return await run_abandonable(
+                lambda: getattr(self.fs, verb)(*args, **options), self._calls
+            )
         if self.on_loop is not None:
             self.on_loop(self.fs)
             self.on_loop = None
@@ -192,7 +206,9 @@ class FsspecClient:
             raise
         except NotImplementedError:
             # sftp, ftp and smb have no copying of their own.
-            await run_to_end(lambda: self._copy_through(source, self._path(target)), self._calls)
+            await run_abandonable(
+                lambda: self._copy_through(source, self._path(target)), self._calls
+            )
         await self.delete([name])
 
     def _copy_through(self, source: str, target: str) -> None:
