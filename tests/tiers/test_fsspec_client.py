@@ -1,4 +1,4 @@
-"""The fsspec adapter: times of moving, creates that are not atomic, and calls that hang."""
+"""The fsspec adapter: times of moving, creates that are not atomic, calls that hang, tokens."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import anyio
 import fsspec
+import google.auth.credentials
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractFileSystem
 
+from tests.faulty_proxy import faulty_proxy
+from tests.object_servers import place
 from tests.tiers.tier_suite import NAME, image_of, slot
+from tests.tiers.wire import replaced, tier_of
 from tiers.errors import TierExpired, TierUnavailable
 from tiers.store.fsspec_client import FsspecClient
 from tiers.store.middleware import Deadline
@@ -22,6 +26,8 @@ from tiers.store.object_tier import UrlObjects
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
+
+    from tests.object_servers import GcsServer
 
 
 class Renames(MemoryFileSystem):  # type: ignore[misc] # fsspec has no types
@@ -159,3 +165,69 @@ async def test_a_hanging_call_ends_at_its_deadline(hanging: str) -> None:
         assert (into == before).all()
     assert set(Hangs.used_at_once) == {1}
     await tier.close()
+
+
+class Renewed(google.auth.credentials.Credentials):
+    """A double of Google's credentials. Their token has expired, and to renew it blocks."""
+
+    def __init__(self, lasts: dt.timedelta) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # google has few types
+        self.lasts = lasts
+        self.answering = threading.Event()
+        self.begun: list[int] = []
+        """The thread of each renewal."""
+        self.ended = 0
+
+    def refresh(self, _: object) -> None:
+        self.begun.append(threading.get_ident())
+        self.answering.wait(20)
+        self.token = f"token-{len(self.begun)}"
+        # Without a time zone, as google-auth has it.
+        self.expiry = (dt.datetime.now(dt.UTC) + self.lasts).replace(tzinfo=None)
+        self.ended += 1
+
+
+class TestTokensOfGoogle:
+    async def test_the_event_loop_goes_on_while_nothing_renews_them(self, gcs: GcsServer) -> None:
+        credentials = Renewed(dt.timedelta(hours=1))
+        access = gcs.access_at(backend="fsspec")
+        access.storage_options["token"] = credentials
+        tier = UrlObjects(place(gcs), access)
+        hasty = Deadline(tier, seconds_max=0.1)
+
+        async def expire() -> None:
+            with pytest.raises(TierExpired, match="not done after"):
+                await hasty.read(NAME, slot())
+
+        try:
+            while not credentials.begun:
+                await expire()
+            async with anyio.create_task_group() as tasks:
+                for _ in range(5):
+                    tasks.start_soon(expire)
+            # Further requests do not fill the process with threads that wait.
+            assert (len(credentials.begun), credentials.ended) == (1, 0)
+        finally:
+            credentials.answering.set()
+        with anyio.fail_after(30):
+            await tier.write(NAME, image_of(10))
+            assert await tier.read(NAME, slot()) == 10
+        assert credentials.ended == 1
+        await tier.close()
+
+    async def test_one_that_soon_expires_is_not_renewed_on_the_event_loop(
+        self, gcs: GcsServer
+    ) -> None:
+        # gcsfs renews one in its last five minutes, and the metadata server may give the same.
+        credentials = Renewed(dt.timedelta(minutes=4))
+        credentials.answering.set()
+        access = gcs.access_at(backend="fsspec")
+        access.storage_options["token"] = credentials
+        async with faulty_proxy(gcs.endpoint) as watch:
+            access = replaced(access, endpoint=watch.endpoint)
+            async with tier_of(place(gcs), access) as tier:
+                await tier.write(NAME, image_of(10))
+                assert await tier.read(NAME, slot()) == 10
+            sent = [one.fields["authorization"] for one in watch.exchanges]
+        assert sent == ["Bearer token-1", "Bearer token-2"]
+        assert threading.get_ident() not in credentials.begun

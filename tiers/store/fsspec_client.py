@@ -320,7 +320,16 @@ def _gcs(access: Access, given: Mapping[str, Any]) -> Any:
     driver: Any = GCSFileSystem
     fs = driver(**{**present(**options), **given})
     # It tries six times, with pauses, and takes no argument that says otherwise.
-    fs._request = type(fs)._request.__wrapped__.__get__(fs)
+    send = type(fs)._request.__wrapped__.__get__(fs)
+    # It renews tokens on the event loop, and blocks it for minutes if nothing answers.
+    renew, renewals = fs.credentials.maybe_refresh, anyio.CapacityLimiter(1)
+    fs.credentials.maybe_refresh = lambda: None
+
+    async def request(*args: Any, **options: Any) -> Any:
+        await run_abandonable(renew, renewals)
+        return await send(*args, **options)
+
+    fs._request = request
     return fs
 
 
