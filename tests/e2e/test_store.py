@@ -38,7 +38,7 @@ from tests.e2e.chains import QUARANTINE, in_folder
 from tests.e2e.store_cluster import _store, again, chunks_of, cluster, engine, listed
 from tests.harness.engine import EngineProcess
 from tests.harness.sidecars import SidecarProcess
-from tiers.kv.arrow_file import PAGE_BYTES
+from tiers.kv.arrow_file import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -147,6 +147,12 @@ def _payload_end(path: Path) -> int:
     return PAGE_BYTES + (path.stat().st_size - PAGE_BYTES) // block_bytes * block_bytes
 
 
+def _token_ids(path: Path) -> int:
+    """Where an object's token ids begin: behind its key, its parent's and a checksum."""
+    key = bytes.fromhex(path.parent.name)
+    return path.read_bytes().index(key) + 2 * KEY_BYTES + CHECKSUM_BYTES
+
+
 def _change_byte(path: Path, offset: int) -> None:
     content = bytearray(path.read_bytes())
     content[offset] ^= 1
@@ -163,7 +169,7 @@ DAMAGE: Final[dict[str, Callable[[Path, Path], None]]] = {
     "last payload byte": lambda path, _: _change_byte(path, _payload_end(path) - 1),
     "header": lambda path, _: _change_byte(path, 40),
     "footer": lambda path, _: _change_byte(path, path.stat().st_size - 30),
-    "token ids": lambda path, _: _change_byte(path, 2000),
+    "token ids": lambda path, _: _change_byte(path, _token_ids(path)),
     "truncated": lambda path, _: os.truncate(path, path.stat().st_size // 2),
     "empty": lambda path, _: os.truncate(path, 0),
     "longer": lambda path, _: os.truncate(path, path.stat().st_size + 1),

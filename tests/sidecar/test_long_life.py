@@ -127,7 +127,8 @@ class Life:
     ("warm", "stores"),
     [
         pytest.param(6_000, 4_000, id="short"),
-        pytest.param(20_000, 100_000, id="100000", marks=pytest.mark.nightly),
+        # The policy remembers some 33,000 chunks that left.
+        pytest.param(40_000, 100_000, id="100000", marks=pytest.mark.nightly),
     ],
 )
 def test_stores_and_loads_leave_nothing_behind(
