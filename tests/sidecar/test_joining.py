@@ -224,7 +224,8 @@ def test_a_runtime_directory_that_cannot_be_examined_is_refused(node: Node) -> N
     values["runtime"]["directory"] = str(node.config / "run")
     config = node.directory / "other.yaml"
     config.write_text(yaml.safe_dump(values))
-    command = [*places.program(), "run", "--config", str(config), "--", "vllm", "serve", "model"]
+    vllm = str(node.directory / "vllm")
+    command = [*places.program(), "run", "--config", str(config), "--", vllm, "serve", "model"]
     done = subprocess.run(
         [sys.executable, *command], cwd=places.ROOT, capture_output=True, text=True, check=False
     )
