@@ -61,6 +61,8 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 logger = logging.getLogger("vllm.kvlake")
+KERNEL_BLOCK_TOKENS: Final = (16, 32, 64)
+"""Blocks that each backend's kernels take whole, if it is chosen with them."""
 UNCACHED: Final = "kvlake: this engine is served without the cache, because %s"
 
 
@@ -151,15 +153,22 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:  # noqa: ARG003
-        """On a GPU, each block in one piece, which is faster; vLLM falls back where it cannot.
+    def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
+        """On a GPU, small blocks of all layers in one piece, and large ones by layer.
 
-        Nothing as one of several connectors: NIXL and others need another layout.
+        vLLM does not start where blocks of all layers are in one piece and a kernel takes smaller
+        blocks only. That happens with large blocks, which are fast in pieces, too. Where a backend
+        has not the layout, vLLM takes another one. Nothing as one of several connectors: NIXL and
+        others need another layout.
         """
         from vllm.platforms import current_platform
 
-        alone = current_platform.is_cuda() and not called_by_multi_connector()
-        return "BLHNC" if alone else None
+        if not current_platform.is_cuda() or called_by_multi_connector():
+            return None
+        # The blocks of a hybrid model are made as large as its states, after this.
+        hybrid = vllm_config.model_config.is_hybrid
+        small = vllm_config.cache_config.block_size in KERNEL_BLOCK_TOKENS
+        return "BLHNC" if small and not hybrid else "LBHNC"
 
     # --- worker --------------------------------------------------------------------------------
 

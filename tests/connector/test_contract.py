@@ -297,9 +297,23 @@ class TestGpu:
         platform = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True, device_type="cuda")
         monkeypatch.setattr("vllm.platforms.current_platform", platform, raising=False)
 
-    def test_a_lone_connector_requires_blocks_in_one_run(self) -> None:
-        layout = KVLakeConnector.get_required_kvcache_layout(SimpleNamespace())
-        assert layout == KVCacheLayout.BLHNC.name
+    @pytest.mark.parametrize(
+        ("block_tokens", "is_hybrid", "layout"),
+        [
+            *((tokens, False, KVCacheLayout.BLHNC) for tokens in (16, 32, 64)),
+            # vLLM did not start where a kernel takes less.
+            (128, False, KVCacheLayout.LBHNC),
+            (16, True, KVCacheLayout.LBHNC),
+        ],
+    )
+    def test_a_lone_connector_requires_small_blocks_in_one_run(
+        self, block_tokens: int, is_hybrid: bool, layout: KVCacheLayout
+    ) -> None:
+        config = SimpleNamespace(
+            cache_config=SimpleNamespace(block_size=block_tokens),
+            model_config=SimpleNamespace(is_hybrid=is_hybrid),
+        )
+        assert KVLakeConnector.get_required_kvcache_layout(config) == layout.name
 
     @pytest.mark.promise("beside-others")
     def test_beside_other_connectors_no_layout_is_required(self) -> None:

@@ -114,6 +114,7 @@ ENGINE: Final[dict[str, Used]] = {
             "architecture": PROPERTY,
             "architectures": PROPERTY,
             "is_diffusion": PROPERTY,
+            "is_hybrid": PROPERTY,
             "is_prefix_caching_supported": PROPERTY,
             "has_inner_state": PROPERTY,
             "get_head_size": "()",
