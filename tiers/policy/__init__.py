@@ -41,7 +41,7 @@ class Policy(Protocol):
     def admits(self, key: CacheKey, parent: CacheKey | None) -> bool:
         """Whether a key is worth more than the first victim. One that is not may still be added.
 
-        Asked when there is no room. Raises `KeyError` if the key is there already.
+        Asked when there is no room, of a key that is not there.
         """
         ...
 

@@ -18,8 +18,8 @@ Invariants:
 * Each of those keys but the newest has a place in the queue of its kind. Places of keys that
   changed since are dropped when they are met.
 * A pinned key keeps its kind. One that is evicted or refused is remembered, with its kind, until
-  enough others came after it: between half and all of `REMEMBERED_MIN`, or of `REMEMBERED_SPAN` for
-  each key that is cached, up to `REMEMBERED_MAX`.
+  enough others came after it: between half and all of `REMEMBERED_MIN` and `REMEMBERED_SPAN` more
+  for each key that is cached, up to `REMEMBERED_MAX`.
 * Worth is learned from `LEARNED_MIN` uses on. Until then, and while an LRU of the sample has more
   hits than this policy, the order is LRU.
 """
@@ -40,6 +40,7 @@ from tiers.policy.reuse import (
     USES,
     ReuseSample,
     age_of,
+    compact,
 )
 
 NEW_TOKENS: Final = (1_000, 3_000, 8_000, 24_000)
@@ -48,13 +49,15 @@ REFUSED: Final = KINDS
 """The queue that goes before all others."""
 LEARNED_MIN: Final = 4_096
 REMEMBERED_SPAN: Final = 4
-"""Keys that are remembered, for each key that is cached."""
-REMEMBERED_MIN: Final = 32_768
+"""Keys that are remembered beyond `REMEMBERED_MIN`, for each key that is cached."""
+REMEMBERED_MIN: Final = 8_192
 REMEMBERED_MAX: Final = 400_000
 ADMITS_RATIO: Final = 1.25
 """A new chunk is refused if the first victim is worth more than this many times as much."""
 TRIED_EVERY: Final = 32
 """One request of this many is admitted in any case, to learn of its kind."""
+NAME_MASK: Final = (1 << 30) - 1
+"""The part of a key's hash that names it: larger numbers take 8 bytes more."""
 PINNED_MAX: Final = 65_536
 QUEUE_MIN: Final = 1_024
 CHOSEN_FOR: Final = 8
@@ -145,7 +148,7 @@ class DensityPolicy:
         """Cached children of a key that is not cached."""
         self._numbers = itertools.count()
         self._young: dict[int, int] = {}
-        """Hash of a key that is not cached to time of use, flags and kind."""
+        """Name of a key that is not cached to time of use, flags and kind."""
         self._old: dict[int, int] = {}
         self._young_max = REMEMBERED_MIN // 2
         self._pinned: dict[CacheKey, int] = {}
@@ -182,9 +185,12 @@ class DensityPolicy:
             return
         entries, sample, now = self._entries, self._sample, self._now
         young, old, pinned, mask = self._young, self._old, self._pinned, sample.mask
-        namings = self._namings
         cached = [entries.get(key) for key in keys]
-        names = [hash(key) for key, entry in zip(keys, cached, strict=True) if entry is None]
+        for naming in self._namings:
+            naming.over.update(entry for entry in cached if entry is not None)
+        names = [
+            hash(key) & NAME_MASK for key, entry in zip(keys, cached, strict=True) if entry is None
+        ]
         words = [young.get(name, -1) for name in names]
         if pinned:
             left = [key for key, entry in zip(keys, cached, strict=True) if entry is None]
@@ -217,14 +223,12 @@ class DensityPolicy:
                 entry.last = now
                 if not entry.children:
                     self._push(entry)
-                for naming in namings:
-                    naming.over.add(entry)
             if not key[1][0] & mask:
                 sample.use(key, kind, now, cached=held)
         self._now = now
         self._removed_words = [now << _FLAG_BITS | kind for kind in range(KINDS)]
         capacity = len(entries)
-        remembered_max = max(REMEMBERED_MIN, min(REMEMBERED_SPAN * capacity, REMEMBERED_MAX))
+        remembered_max = min(REMEMBERED_MIN + REMEMBERED_SPAN * capacity, REMEMBERED_MAX)
         self._young_max = remembered_max // 2
         if len(young) > self._young_max:
             self._forget()
@@ -241,28 +245,30 @@ class DensityPolicy:
 
     def _forget(self) -> None:
         """Forget the older half of the remembered keys, as the other half is full."""
-        self._old, self._young = self._young, {}
+        self._old, self._young = compact(self._young), {}
 
     # --- entries -------------------------------------------------------------------------------
 
     def add(self, key: CacheKey, parent: CacheKey | None, uses: int = 0) -> None:
         """Add a key; its kind is that of its last use. Raises `KeyError` if it is there already."""
-        if key in self._entries:
-            raise KeyError(f"{key!r} was added twice")
         if parent == key:
             parent = None
-        above = None if parent is None else self._entries.get(parent)
-        name = hash(key)
+        entries = self._entries
+        above = None if parent is None else entries.get(parent)
+        entry = _Entry(key, parent, above, 0, self._now)
+        if entries.setdefault(key, entry) is not entry:
+            raise KeyError(f"{key!r} was added twice")
+        name = hash(key) & NAME_MASK
         word = self._young.pop(name, None)
         if word is None:
             word = self._old.pop(name, None)
-        word = self._pinned.pop(key, word)
+        if self._pinned:
+            word = self._pinned.pop(key, word)
         if word is None:
             # No request had it in its prompt: an answer's KV, as new as its prompt.
             base = 0 if above is None or above.kind == REFUSED else above.kind // USES * USES
             word = base + min(uses, USES - 1)
-        kind = REFUSED if word & _WAS_REFUSED else word & KIND_MASK
-        entry = self._entries[key] = _Entry(key, parent, above, kind, self._now)
+        kind = entry.kind = REFUSED if word & _WAS_REFUSED else word & KIND_MASK
         if self._orphans:
             entry.children = self._orphans.pop(key, 0)
         if above is not None:
@@ -311,7 +317,7 @@ class DensityPolicy:
                 # It may have left the cache while it was pinned.
                 del self._pinned[next(iter(self._pinned))]
         elif why is not _GONE:
-            self._young[hash(key)] = self._removed_words[kind]
+            self._young[hash(key) & NAME_MASK] = self._removed_words[kind]
             if len(self._young) > self._young_max:
                 self._forget()
 
@@ -343,23 +349,17 @@ class DensityPolicy:
     # --- victims -------------------------------------------------------------------------------
 
     def admits(self, key: CacheKey, parent: CacheKey | None) -> bool:
-        """Whether a key is worth more than the first victim, and its parent was not refused.
-
-        Raises `KeyError` if it is there already.
-        """
-        entries = self._entries
-        if key in entries:
-            raise KeyError(f"{key!r} is cached")
-        name, young, old = hash(key), self._young, self._old
+        """Whether a key is worth more than the first victim, and its parent was not refused."""
+        name, young, old = hash(key) & NAME_MASK, self._young, self._old
         word = young.get(name)
         if word is None:
             word = old.get(name, self._now << _FLAG_BITS)
         if not word & _WAS_REFUSED:
-            above = None if parent is None else entries.get(parent)
+            above = None if parent is None else self._entries.get(parent)
             if above is not None:
                 follows = above.kind != REFUSED
             else:
-                before = hash(parent)
+                before = hash(parent) & NAME_MASK
                 follows = not young.get(before, old.get(before, 0)) & _WAS_REFUSED
             if follows and self._beats_first(word):
                 return True

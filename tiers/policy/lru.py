@@ -96,9 +96,7 @@ class LruPolicy:
         self._unlink(link)
 
     def admits(self, key: CacheKey, parent: CacheKey | None) -> bool:  # noqa: ARG002
-        """Always: the newest is worth most. Raises `KeyError` if the key is there already."""
-        if key in self._links:
-            raise KeyError(f"{key!r} is cached")
+        """Always: the newest is worth most."""
         return True
 
     def victims(self) -> Iterator[CacheKey]:

@@ -3,7 +3,7 @@
 Owns a sample of the keys that requests use, cached or not, so that it does not depend on what a
 policy evicts. Ages are counted in uses of chunks, not in seconds.
 
-Invariants: at most `SAMPLED_MAX` keys are remembered for a cache of up to 900,000, and one of 28
+Invariants: at most `SAMPLED_MAX` keys are remembered for a cache of up to 380,000, and one of 23
 beyond; a use takes constant time.
 """
 
@@ -23,9 +23,9 @@ KINDS: Final = 15
 """Five of new tokens, times three of uses: kind % USES is the number of earlier uses."""
 AGES: Final = 48
 """Ages, two for each power of two."""
-SAMPLED_MIN: Final = 8_192
-SAMPLED_MAX: Final = 32_768
-SAMPLED_SPAN: Final = 9
+SAMPLED_MIN: Final = 2_048
+SAMPLED_MAX: Final = 16_384
+SAMPLED_SPAN: Final = 11
 """The sample goes back as far as this many times the keys that are cached."""
 FADING: Final = 0.9
 """How much the statistics weigh after they were used once more."""
@@ -37,6 +37,7 @@ PAUSE_SPANS: Final = 8
 """Uses for which the order is LRU, in keys that are cached; twice as many each time."""
 KIND_BITS: Final = 4
 KIND_MASK: Final = (1 << KIND_BITS) - 1
+COMPACTED_MAX: Final = 32_768
 _TIME_SHIFT: Final = KIND_BITS + 8
 _SAMPLED_BITS_MIN: Final = 3
 _SAMPLED_BITS_MAX: Final = 8
@@ -56,6 +57,14 @@ AGE_ENDS: Final = (
     1 << 62,
 )
 """The last use of each age, counted from 1."""
+
+
+def compact(words: dict[int, int]) -> dict[int, int]:
+    """The same without the room that removed keys left, unless that would take long."""
+    if len(words) > COMPACTED_MAX:
+        return words
+    # A copy would have the same room.
+    return dict(zip(words, words.values(), strict=True))
 
 
 class ReuseSample:
@@ -102,7 +111,7 @@ class ReuseSample:
         size = max(SAMPLED_MIN, span >> self._bits)
         if 2 * len(self._young) > size:
             self._given_up += _by_age(self._old, now)
-            self._old, self._young = self._young, {}
+            self._old, self._young = compact(self._young), {}
         size = max(1, capacity >> self._bits)
         while len(self._lru) > size:
             self._lru.popitem(last=False)

@@ -211,15 +211,15 @@ def test_what_is_remembered_is_bounded() -> None:
     policy = DensityPolicy()
     for number in range(1000):
         use(policy, chain(number, length=40))
-        assert remembered(policy) <= 32_768 + 40
-    assert remembered(policy) >= 16_384
+        assert remembered(policy) <= 8_192 + 40
+    assert remembered(policy) >= 4_096
 
 
 def test_what_is_remembered_grows_with_what_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     places.patch(monkeypatch, "REMEMBERED_MIN", 16)
     places.patch(monkeypatch, "REMEMBERED_MAX", 80)
     policy = DensityPolicy()
-    for cached, least, most in ((2, 8, 16), (10, 20, 40), (50, 40, 80)):
+    for cached, least, most in ((2, 12, 24), (10, 28, 56), (50, 40, 80)):
         while len(policy) < cached:
             store(policy, [key("cached", len(policy))])
         for number in range(200):

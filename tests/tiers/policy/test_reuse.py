@@ -216,12 +216,12 @@ def fill(sample: ReuseSample, count: int, capacity: int, began: int = 0) -> int:
 
 @pytest.mark.parametrize(
     ("capacity", "least", "most"),
-    [(1, 32, 64), (200, 112, 225), (400, 128, 256), (40_000, 703, 1406)],
+    [(1, 32, 64), (160, 110, 220), (330, 113, 226), (20_000, 429, 859)],
 )
 def test_the_sample_is_bounded(
     monkeypatch: pytest.MonkeyPatch, capacity: int, least: int, most: int
 ) -> None:
-    """By its least size, by nine for each cached chunk sampled, by the most, and beyond that."""
+    """By its least size, by eleven for each cached chunk sampled, by the most, and beyond that."""
     monkeypatch.setattr(reuse, "SAMPLED_MIN", 64)
     monkeypatch.setattr(reuse, "SAMPLED_MAX", 256)
     sample = ReuseSample()
@@ -230,8 +230,8 @@ def test_the_sample_is_bounded(
 
 
 def test_the_bounds_themselves() -> None:
-    """One of 28 chunks beyond 900,000; a large cache does without most keys."""
-    for capacity, most in ((100, 8192), (900_000, 32_768), (2_000_000, 2_000_000 // 28)):
+    """One of 23 chunks beyond 380,000; a large cache does without most keys."""
+    for capacity, most in ((100, 2048), (380_000, 16_384), (2_000_000, 2_000_000 // 23)):
         sample = ReuseSample()
         for now in range(2 * most):
             sample.use((1, now.to_bytes(8, "little")[::-1]), 0, now, cached=False)
@@ -264,7 +264,7 @@ def test_a_larger_cache_thins_the_sample(monkeypatch: pytest.MonkeyPatch) -> Non
         sample.trim(now, 400)
     assert sample.mask == 7
     assert 2000 < len(sample) == len(keys) < 4000
-    sample.trim(len(keys), 200_000)
+    sample.trim(len(keys), 90_000)
     assert sample.mask == 63
     kept = [key for key in keys if not key[1][0] & 63]
     assert len(sample) == len(kept)

@@ -97,7 +97,7 @@ def test_an_lru_keeps_what_is_used_again() -> None:
 @pytest.mark.parametrize("more", [0, 1])
 def test_a_thinner_sample_counts_what_it_keeps(monkeypatch: pytest.MonkeyPatch, more: int) -> None:
     """Half of the hits that the LRU had more, and what is still sampled of the LRU itself."""
-    monkeypatch.setattr(reuse, "SAMPLED_MAX", 9 * CAPACITY >> 3)
+    monkeypatch.setattr(reuse, "SAMPLED_MAX", reuse.SAMPLED_SPAN * CAPACITY >> 3)
     rounds = Rounds()
     rounds.use(2 * SIZE, cached=False)
     larger = CAPACITY + 8
