@@ -214,6 +214,23 @@ def test_reset_of_the_connector_forgets(folder: Path, engine: EngineProcess) -> 
         assert engine.generate(prompt, cache_salt=salt).cached_tokens == 1472
 
 
+@pytest.mark.promise("reset")
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+def test_a_pause_under_load_forgets(folder: Path, engine: EngineProcess, mode: str) -> None:
+    """While requests are loaded, computed and stored; a reset alone fails then, again and again."""
+    prompt = words(1500, 4)
+    with running(folder, engine):
+        salt = stored(engine, prompt)
+        empty(engine)
+        handles = [engine.begin(prompt, cache_salt=one) for one in (salt, fresh_salt(), salt)]
+        engine.pause(mode)
+        for handle in handles:
+            engine.finish(handle)
+        engine.poison()
+        engine.resume()
+        assert engine.generate(prompt, cache_salt=salt).cached_tokens == 0
+
+
 # --- aborts --------------------------------------------------------------------------------------
 
 

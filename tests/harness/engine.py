@@ -226,6 +226,14 @@ class EngineProcess:
                 raise EngineFailed("the engine's prefix cache could not be reset in 20 s")
             time.sleep(0.01)
 
+    def pause(self, mode: str) -> None:
+        """End requests by vLLM's `mode`, and reset its caches, the connector's too."""
+        self._call("pause", mode=mode)
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._call("resume")
+
     def counter(self, name: str, **labels: str) -> float:
         """A counter of vLLM's own metrics, without `_total`, summed over its other labels."""
         return float(self._call("counter", name=name, labels=labels)["value"])

@@ -187,6 +187,14 @@ class _Host:
         done = await self._engine.reset_prefix_cache(reset_connector=connector)
         return {"done": done is not False}
 
+    async def _do_pause(self, _: int, mode: Any) -> dict[str, Any]:
+        await self._engine.pause_generation(mode=mode)
+        return {}
+
+    async def _do_resume(self, _: int) -> dict[str, Any]:
+        await self._engine.resume_generation()
+        return {}
+
     async def _do_counter(self, _: int, name: str, labels: dict[str, str]) -> dict[str, Any]:
         from prometheus_client import REGISTRY
 
