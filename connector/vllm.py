@@ -312,6 +312,8 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             reads=self._reads,
             writes=vllm_config.kv_transfer_config.is_kv_producer,
             world_size=engine.world_size,
+            # Ranks of a dense model are engines of their own.
+            steps_with_others=vllm_config.parallel_config.data_parallel_size > 1,
             separate_worker=vllm_config.parallel_config.distributed_executor_backend != "uni",
             num_blocks=engine.num_blocks,
             speculation=engine.speculation,

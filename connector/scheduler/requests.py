@@ -37,6 +37,8 @@ class Settings:
     writes: bool
     world_size: int
     """Ranks that report each store."""
+    steps_with_others: bool = False
+    """Whether other data-parallel ranks wait for this one in each step."""
     separate_worker: bool = False
     """Whether workers have processes of their own."""
     num_blocks: int = 0

@@ -362,9 +362,12 @@ class SchedulerRole:
         compute. For loads the worker waits, which gets the answer. With several ranks the workers
         always wait, or all of them would spin.
 
-        Not in the first such step: with asynchronous scheduling, vLLM has not taken the output of
-        the step before it yet. Nor in one that brings the worker jobs.
+        Not where other data-parallel ranks share experts: they wait for the dummy step that vLLM
+        then runs. Not in the first such step: with asynchronous scheduling, vLLM has not taken the
+        output of the step before it yet. Nor in one that brings the worker jobs.
         """
+        if self._settings.steps_with_others:
+            plan.idle = False
         again, self._idle = self._idle and plan.idle, plan.idle
         if not (again and plan.waiting) or self.loading or plan.stores:
             return

@@ -138,6 +138,25 @@ class TestStoreOnly:
         engine.finish(request)
         engine.settle()
 
+    def test_nobody_waits_where_other_ranks_step_with_this_one(self, engine: Engine) -> None:
+        """A rank with one prompt to load slowed down each step of all ranks by 10 ms."""
+        role = engine.role
+        role._settings = replace(role._settings, steps_with_others=True)  # noqa: SLF001 (vLLM's)
+        self.demoted(engine)
+        request = engine.add(request_of("a", PROMPT, max_tokens=1))
+        (rank,) = engine.ranks
+        before = rank.client.waited_ms
+        for _ in range(3):
+            engine.step()
+        for lookup in list(engine.sidecar.lookups):
+            engine.sidecar.answer(lookup)
+        for _ in range(3):
+            engine.step()
+        assert (engine.client.waited_ms, rank.client.waited_ms - before) == (0, 0)
+        engine.finish(request)
+        engine.settle()
+        assert self.stored(engine) == (0, 0)
+
     def test_chunks_that_host_memory_has_are_asked_for_too(self, engine: Engine) -> None:
         chain = self.demoted(engine, first=2)
         taken = counted(engine)
