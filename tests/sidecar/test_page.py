@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import pytest
 from sidecar.protocol import LoadChunk, LoadJob, Outcome
 from sidecar.protocol.prompts import PromptOutcome, PromptRecord, Prompts
 from tests.browser import browser as new_browser
+from tests.harness.sidecars import SidecarProcess
 from tests.sidecar.client import (
     WAIT_SECONDS_MAX,
     RunningSidecar,
@@ -329,6 +331,30 @@ def test_it_says_when_the_sidecar_is_gone(browser: Browser, short_directory: Pat
         page.wait_for_selector("body[data-rounds]")
         assert "no prompt in the last hour" in page.locator("#sentences").inner_text()
     page.get_by_text("no answer from the sidecar").wait_for(timeout=1000 * WAIT_SECONDS_MAX)
+    assert page.title() == f"no answer - kvlake {page.locator('#name').inner_text()}"
+
+
+def test_it_says_when_the_sidecar_hangs(browser: Browser, short_directory: Path) -> None:
+    """It stayed green for ever: the next poll waited for an answer that never came."""
+    with SidecarProcess(short_directory / "s", {"host": {"size": "8MiB"}}) as sidecar:
+        page = browser.new_page()
+        page.set_default_timeout(1000 * WAIT_SECONDS_MAX)
+        # The limit is 10 seconds.
+        page.add_init_script(
+            "const timeout = AbortSignal.timeout;"
+            "AbortSignal.timeout = (milliseconds) => timeout.call(AbortSignal, milliseconds / 5);"
+        )
+        page.goto(sidecar.http_url)
+        page.wait_for_selector("body[data-rounds]")
+        assert sidecar.process is not None
+        sidecar.process.send_signal(signal.SIGSTOP)
+        try:
+            page.get_by_text("no answer from the sidecar").wait_for()
+            assert page.title() == f"no answer - kvlake {sidecar.name}"
+        finally:
+            sidecar.process.send_signal(signal.SIGCONT)
+        page.locator("#state.good").wait_for()
+        assert page.title() == f"ok - kvlake {sidecar.name}"
 
 
 def test_it_asks_for_the_token(browser: Browser, short_directory: Path) -> None:
