@@ -269,6 +269,8 @@ QUIET: Final = (
     Case("KvlakeRestarts", (Series("kvlake_start_time_seconds", "100x4 _ 300x9 900x60"),), 20, 40),
     # Users who are not served are no engines.
     jump("KvlakeAttachesRefused", 'kvlake_attaches_refused_total{code="user"}', 16, by=20),
+    # The page is opened.
+    jump("KvlakeStrangers", 'kvlake_http_refused_total{why="no_token"}', 16),
 )
 """No alarm, at `on` and at `off`."""
 

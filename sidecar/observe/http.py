@@ -165,8 +165,8 @@ class HttpServer:
         """By aiohttp's handler."""
         self._sweeper: asyncio.TimerHandle | None = None
         self._page_text, self._page_headers = page.load()
-        self.refused = {"connection": 0, "token": 0, "host": 0}
-        """Connections, and requests without the token."""
+        self.refused = {"connection": 0, "token": 0, "no_token": 0, "host": 0}
+        """Connections, and requests with a wrong token, without any, and for another host."""
         application = web.Application(middlewares=[self._answering], client_max_size=BODY_BYTES_MAX)
         application.router.add_get("/", self._page)
         application.router.add_get("/healthz", _health)
@@ -301,7 +301,8 @@ class HttpServer:
                 "answers to localhost and to IP addresses only; use one, or set http.token_file\n",
             )
         if not self._authorized(request):
-            self.refused["token"] += 1
+            # The page asks without one first, and its user then gives the token.
+            self.refused["token" if "Authorization" in request.headers else "no_token"] += 1
             return web.Response(
                 status=401,
                 text="this address needs the token of http.token: Authorization: Bearer ...\n",
