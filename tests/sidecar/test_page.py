@@ -215,6 +215,39 @@ def scale(page: Page) -> list[str]:
     return [text for text in shown if text != "now"]
 
 
+@pytest.mark.parametrize(
+    ("first", "count", "title", "axis", "listed"),
+    [
+        (1, 50, "Transfers of the last minute", "60s ago", "newest first"),
+        (1, 700, "The last 600 transfers", "12s ago", "the newest 100"),
+        # The sidecar keeps fewer than a minute has.
+        (901, 500, "The last 500 transfers", "10s ago", "the newest 100"),
+    ],
+)
+def test_transfers_that_are_not_drawn_leave_no_idle_time(
+    opened: Callable[..., Page], first: int, count: int, title: str, axis: str, listed: str
+) -> None:
+    """The axis began a minute ago, so that a busy sidecar looked idle until its oldest bar."""
+    page = opened()
+    now = time.time()
+    one = {"kind": "load", "model": "m", "seconds": 0.01, "num_bytes": 1, "about": "", "cause": ""}
+    transfers = [
+        one | {"number": first + index, "began": now - (count - index) / 50}
+        for index in range(count)
+    ]
+    document = {"transfers": transfers, "last": first + count - 1, "now": now}
+    page.route("**/transfers?*", lambda route: route.fulfill(json=document))
+    page.reload()
+    page.wait_for_selector("body[data-rounds]")
+    assert page.locator("#transfers-title").inner_text() == title
+    assert page.locator("#stream text").all_text_contents()[-2:] == [axis, "now"]
+    assert page.locator("#transfers-listed").inner_text() == f"As a table, {listed}"
+    shown = page.locator("#stream rect")
+    assert shown.count() == min(count, 600)
+    if title.startswith("The last"):
+        assert float(shown.first.get_attribute("x") or "") == pytest.approx(50, abs=1)
+
+
 def test_a_curve_tells_its_values_to_the_mouse(pictured: Callable[..., Page]) -> None:
     page = pictured(history_of())
     picture = page.locator("#curve-host svg")
