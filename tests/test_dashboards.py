@@ -113,6 +113,13 @@ def test_every_metric_is_known() -> None:
     assert not unknown
 
 
+def test_processes_are_sidecars() -> None:
+    """By default all nodes are chosen, and so were all programs that Prometheus scrapes."""
+    asked = [query for _, _, query in panels() if "process_" in query]
+    assert asked
+    assert [query for query in asked if " and on (job, instance) kvlake_info" not in query] == []
+
+
 @contextmanager
 def prometheus(folder: Path, target: str) -> Iterator[str]:
     """A real one that scrapes the target, with the recording rules; yields its address."""

@@ -205,7 +205,13 @@ NODE_PAGE: Final = Dashboard(
         Panel(
             "The process",
             "percentunit",
-            {"cores of {{instance}}": f"rate(process_cpu_seconds_total{{{NODE}}}{RATE})"},
+            {
+                # Every program that Prometheus scrapes may have process_*.
+                "cores of {{instance}}": (
+                    f"rate(process_cpu_seconds_total{{{NODE}}}{RATE})"
+                    " and on (job, instance) kvlake_info"
+                )
+            },
         ),
     ),
 )
