@@ -264,13 +264,14 @@ def _tokens_of(body: Mapping[str, Any], engine: str, seconds_max: float) -> list
 def _record(options: Options) -> None:
     """Write prompts down until the time is over, or until Ctrl-C."""
     client = client_of(options)
-    # Before a file is made: without a sidecar there is nothing to record.
-    if off := client.get("/uses?after=0").get("off"):
-        raise CommandError(off)
     recording = Recording(client)
+    # Before a file is made: without a sidecar there is nothing to record.
+    answer = recording.ask()
+    if off := answer.get("off"):
+        raise CommandError(off)
     try:
         with _opened(options.file) as file, suppress(KeyboardInterrupt):
-            recording.run(file, options.seconds)
+            recording.run(file, options.seconds, answer)
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -291,26 +292,42 @@ class Recording:
         self.prompts = 0
         self.lost = 0
 
-    def run(self, file: IO[str], seconds: float) -> None:
-        """Write what comes in this time, and what the sidecar still has from before."""
+    def run(self, file: IO[str], seconds: float, first: Document) -> None:
+        """Write what comes in this time, and what the sidecar still has from before.
+
+        `first`: an answer of `ask`.
+        """
         ends = time.monotonic() + seconds
+        answer: Document | None = first
         while True:
             # A sidecar that restarts answers again.
             with suppress(NoAnswer):
-                self.poll(file)
+                self.poll(file, answer)
+            answer = None
             left = ends - time.monotonic()
             if left <= 0:
                 return
             time.sleep(min(left, POLL_SECONDS))
 
-    def poll(self, file: IO[str]) -> None:
-        """Write the prompts since the last call."""
+    def ask(self) -> Document:
+        """The prompts since the last one written, or the first of them. Raises `NoAnswer`."""
         answer = self._client.get(f"/uses?after={self._last}")
         if answer["last"] < self._last:
             # Another sidecar: it counts from 1 again.
             self._last = 0
             answer = self._client.get("/uses?after=0")
-        for one in answer["uses"]:
+        return answer
+
+    def poll(self, file: IO[str], answer: Document | None = None) -> None:
+        """Write the prompts since the last call. `answer`: one of `ask`, if there is one."""
+        answer = answer or self.ask()
+        self._write(file, answer["uses"])
+        while answer["more"]:
+            answer = self.ask()
+            self._write(file, answer["uses"])
+
+    def _write(self, file: IO[str], prompts: list[Document]) -> None:
+        for one in prompts:
             self.lost += max(0, one["number"] - self._last - 1) if self._last else 0
             self._last = one["number"]
             line = {

@@ -384,8 +384,8 @@ async def _transfers(documents: Documents, request: web.Request) -> web.Response
 
 
 async def _uses(documents: Documents, request: web.Request) -> web.Response:
-    after, uses = _after(request), documents.uses
-    found = [
+    found, more = documents.uses.after(_after(request))
+    prompts = [
         {
             "number": one.number,
             "at": round(one.at, 3),
@@ -394,10 +394,10 @@ async def _uses(documents: Documents, request: web.Request) -> web.Response:
             "tokens_per_key": one.tokens_per_key,
             "keys": one.keys,
         }
-        for one in uses.last
-        if one.number > after
+        for one in found
     ]
-    answer = {"uses": found, "last": uses.number}
+    last = found[-1].number if more else documents.uses.number
+    answer = {"uses": prompts, "last": last, "more": more}
     return _json(answer | documents.off("prompts_kept"), indent=None)
 
 

@@ -15,6 +15,8 @@ from sidecar.protocol import Use
 from sidecar.sessions.session import Session
 
 KEYS_MAX: Final = 1 << 18
+ANSWER_KEYS_MAX: Final = 1 << 15
+"""Keys in an answer, its last prompt aside: all of them would hold up the event loop."""
 NAME_BYTES: Final = 12
 """Bytes of each key that are kept: enough to tell chunks apart."""
 
@@ -73,3 +75,15 @@ class UseLog:
             len(self.last) > self._kept_max or self._num_bytes > KEYS_MAX * NAME_BYTES
         ):
             self._num_bytes -= len(self.last.popleft().names)
+
+    def after(self, number: int) -> tuple[list[RecordedPrompt], bool]:
+        """The first prompts after this one, and whether there are more."""
+        found: list[RecordedPrompt] = []
+        num_bytes = 0
+        for one in self.last:
+            if one.number > number:
+                if num_bytes >= ANSWER_KEYS_MAX * NAME_BYTES:
+                    return found, True
+                found.append(one)
+                num_bytes += len(one.names)
+        return found, False

@@ -56,6 +56,21 @@ def test_the_keys_of_all_prompts_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     assert [len(one.keys) for one in log.last] == [50], "the newest stays whole"
 
 
+def test_an_answer_has_a_part_of_many_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uses, "ANSWER_KEYS_MAX", 10)
+    log = UseLog(1000)
+    for count in (4, 4, 4, 50, 4):
+        log.add(SESSION, use(count))
+    found: list[tuple[list[int], bool]] = []
+    last, more = 0, True
+    while more:
+        prompts, more = log.after(last)
+        last = prompts[-1].number
+        found.append(([one.number for one in prompts], more))
+    assert found == [([1, 2, 3], True), ([4], True), ([5], False)]
+    assert log.after(5) == ([], False)
+
+
 def test_of_several_groups_the_one_with_most_chunks_is_kept() -> None:
     log = UseLog(2)
     log.add(SESSION, use(5, tokens=1000, groups=[0, 0, 0, 1, 1]))
@@ -81,9 +96,10 @@ class DoubleClient:
         return answer
 
 
-def answer(*numbers: int) -> dict[str, Any]:
+def answer(*numbers: int, last: int = 0, more: bool = False) -> dict[str, Any]:
     one = {"at": 1.0, "model": "m", "tokens": 64, "tokens_per_key": 64, "keys": ["ab"]}
-    return {"uses": [{"number": n, **one} for n in numbers], "last": max(numbers, default=0)}
+    found = [{"number": n, **one} for n in numbers]
+    return {"uses": found, "last": max(numbers, default=last), "more": more}
 
 
 def recording(*answers: dict[str, Any] | None) -> tuple[Recording, DoubleClient]:
@@ -103,7 +119,7 @@ def test_what_came_too_fast_is_counted() -> None:
 
 
 def test_a_sidecar_that_was_restarted_counts_from_one_again() -> None:
-    record, client = recording(answer(7), {"uses": [], "last": 2}, answer(1, 2))
+    record, client = recording(answer(7), answer(last=2), answer(1, 2))
     file = io.StringIO()
     record.poll(file)
     record.poll(file)
@@ -111,19 +127,33 @@ def test_a_sidecar_that_was_restarted_counts_from_one_again() -> None:
     assert record.summary("f") == "3 prompts are in f"
 
 
+def test_prompts_of_several_answers_are_recorded_at_once() -> None:
+    record, client = recording(answer(1, 2, more=True), answer(3, more=True), answer(4))
+    record.run(io.StringIO(), 0.0, record.ask())
+    assert client.asked == [f"/uses?after={after}" for after in (0, 2, 3)]
+    assert record.summary("f") == "4 prompts are in f"
+
+
 def test_a_running_sidecar_is_recorded(
-    tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+    tmp_path_factory: pytest.TempPathFactory,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(uses, "ANSWER_KEYS_MAX", 2)
     folder: Path = tmp_path_factory.mktemp("s")
     with RunningSidecar(config_in(folder)) as sidecar:
         url = sidecar.info.http_url
         with Scheduler(sidecar.path) as scheduler:
             scheduler.use(key_of("a"), key_of("b"), num_tokens=100)
-            sidecar.wait_until(lambda now: now["sockets"]["frames_received"] >= 1)
+            scheduler.use(key_of("c"), num_tokens=50)
+            sidecar.wait_until(lambda now: now["sockets"]["frames_received"] >= 2)
+            first = json.loads(sidecar.get("/uses"))
+            assert (len(first["uses"]), first["last"], first["more"]) == (1, 1, True)
             trace = folder / "trace.jsonl"
             assert main(["record", str(trace), "--seconds", "0.01", "--url", url]) == 0
-            (line,) = [json.loads(one) for one in trace.read_text().splitlines()]
-            assert line["keys"] == [key_of(one)[:NAME_BYTES].hex() for one in ("a", "b")]
+            lines = [json.loads(one)["keys"] for one in trace.read_text().splitlines()]
+            names = {one: key_of(one)[:NAME_BYTES].hex() for one in ("a", "b", "c")}
+            assert lines == [[names["a"], names["b"]], [names["c"]]]
             assert main(["record", str(trace), "--seconds", "0.01", "--url", url]) == 2
             assert "name a new file" in capsys.readouterr().err
             command = [sys.executable, *places.program(), "record", "-", "--url", url]
