@@ -1,7 +1,8 @@
 """`kvlake explain`: where the tokens of prompts came from or are, and why some were computed.
 
 `kvlake record` writes down which chunks prompts have, for `make replay`: each prompt once, in the
-order in which they came, or counted as lost.
+order in which they came, or counted as lost. Those that a sidecar still had when it ended are
+neither.
 
 Does not own the figures: schedulers report them (`connector/scheduler/outcomes.py`), the sidecar
 keeps the last ones (`limits.prompts_kept`), looks prompts up (`observe/prompt_match.py`), and
@@ -288,9 +289,12 @@ class Recording:
 
     def __init__(self, client: SidecarClient) -> None:
         self._client = client
+        self._epoch = 0
         self._last = 0
         self.prompts = 0
         self.lost = 0
+        self.restarts = 0
+        """How often the sidecar was another one."""
 
     def run(self, file: IO[str], seconds: float, first: Document) -> None:
         """Write what comes in this time, and what the sidecar still has from before.
@@ -312,10 +316,12 @@ class Recording:
     def ask(self) -> Document:
         """The prompts since the last one written, or the first of them. Raises `NoAnswer`."""
         answer = self._client.get(f"/uses?after={self._last}")
-        if answer["last"] < self._last:
+        if self._epoch not in (0, answer["epoch"]):
             # Another sidecar: it counts from 1 again.
-            self._last = 0
             answer = self._client.get("/uses?after=0")
+            self._last = 0
+            self.restarts += 1
+        self._epoch = answer["epoch"]
         return answer
 
     def poll(self, file: IO[str], answer: Document | None = None) -> None:
@@ -328,7 +334,9 @@ class Recording:
 
     def _write(self, file: IO[str], prompts: list[Document]) -> None:
         for one in prompts:
-            self.lost += max(0, one["number"] - self._last - 1) if self._last else 0
+            # Those before the first are lost if that sidecar began while it was recorded.
+            if self._last or self.restarts:
+                self.lost += one["number"] - self._last - 1
             self._last = one["number"]
             line = {
                 "time": one["at"],
@@ -343,5 +351,11 @@ class Recording:
 
     def summary(self, name: str) -> str:
         """How many prompts there were."""
-        lost = f", {self.lost} came too fast to be recorded: raise limits.prompts_kept"
-        return f"{self.prompts} prompts are in {name}{lost if self.lost else ''}"
+        text = f"{self.prompts} prompts are in {name}"
+        if self.lost:
+            text += f", {self.lost} came too fast to be recorded: raise limits.prompts_kept"
+        if self.restarts:
+            text += (
+                f"; the sidecar restarted ({self.restarts}), and its last prompts may be missing"
+            )
+        return text

@@ -79,6 +79,7 @@ class Documents:
         self.prompts = PromptDocuments(dispatcher)
         self.times = dispatcher.copies.times
         self.uses = dispatcher.uses
+        self.epoch = dispatcher.epoch
         self._off = switched_off(dispatcher.config.limits)
 
     def off(self, setting: str) -> dict[str, str]:
@@ -397,7 +398,7 @@ async def _uses(documents: Documents, request: web.Request) -> web.Response:
         for one in found
     ]
     last = found[-1].number if more else documents.uses.number
-    answer = {"uses": prompts, "last": last, "more": more}
+    answer = {"uses": prompts, "last": last, "more": more, "epoch": documents.epoch}
     return _json(answer | documents.off("prompts_kept"), indent=None)
 
 

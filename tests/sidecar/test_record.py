@@ -96,10 +96,13 @@ class DoubleClient:
         return answer
 
 
-def answer(*numbers: int, last: int = 0, more: bool = False) -> dict[str, Any]:
+def answer(*numbers: int, last: int = 0, more: bool = False, epoch: int = 1) -> dict[str, Any]:
     one = {"at": 1.0, "model": "m", "tokens": 64, "tokens_per_key": 64, "keys": ["ab"]}
     found = [{"number": n, **one} for n in numbers]
-    return {"uses": found, "last": max(numbers, default=last), "more": more}
+    return {"uses": found, "last": max(numbers, default=last), "more": more, "epoch": epoch}
+
+
+RESTARTED = "; the sidecar restarted (1), and its last prompts may be missing"
 
 
 def recording(*answers: dict[str, Any] | None) -> tuple[Recording, DoubleClient]:
@@ -119,12 +122,27 @@ def test_what_came_too_fast_is_counted() -> None:
 
 
 def test_a_sidecar_that_was_restarted_counts_from_one_again() -> None:
-    record, client = recording(answer(7), answer(last=2), answer(1, 2))
+    record, client = recording(answer(7), answer(last=2, epoch=2), answer(1, 2, epoch=2))
     file = io.StringIO()
     record.poll(file)
     record.poll(file)
     assert client.asked[-1] == "/uses?after=0"
-    assert record.summary("f") == "3 prompts are in f"
+    assert record.summary("f") == f"3 prompts are in f{RESTARTED}"
+
+
+def test_a_sidecar_that_was_restarted_may_have_counted_further() -> None:
+    """Its first prompts were skipped, and not counted as lost."""
+    record, client = recording(answer(5), answer(6, 7, epoch=2), None)
+    file = io.StringIO()
+    record.poll(file)
+    with pytest.raises(NoAnswer):
+        record.poll(file)
+    client.answers = [answer(6, 7, epoch=2), answer(3, 4, 5, 6, 7, epoch=2)]
+    record.poll(file)
+    assert client.asked[-2:] == ["/uses?after=5", "/uses?after=0"]
+    assert record.summary("f") == (
+        "6 prompts are in f, 2 came too fast to be recorded: raise limits.prompts_kept" + RESTARTED
+    )
 
 
 def test_prompts_of_several_answers_are_recorded_at_once() -> None:
@@ -149,6 +167,7 @@ def test_a_running_sidecar_is_recorded(
             sidecar.wait_until(lambda now: now["sockets"]["frames_received"] >= 2)
             first = json.loads(sidecar.get("/uses"))
             assert (len(first["uses"]), first["last"], first["more"]) == (1, 1, True)
+            assert first["epoch"] == sidecar.info.epoch
             trace = folder / "trace.jsonl"
             assert main(["record", str(trace), "--seconds", "0.01", "--url", url]) == 0
             lines = [json.loads(one)["keys"] for one in trace.read_text().splitlines()]
