@@ -93,6 +93,16 @@ def test_parts_are_not_called_chunks() -> None:
     assert legends == {"loaded (parts)"}
 
 
+def test_all_stores_that_did_not_happen_are_drawn() -> None:
+    """Those that the default policy refuses were left out."""
+    (title,) = {title for _, title, query in panels() if "kvlake_stores_expired_total" in query}
+    drawn = {name for _, one, query in panels() if one == title for name in NAME.findall(query)}
+    # The first is in host memory already; the second says nothing that operators do not know.
+    apart = {"stores_duplicate", "stores_dropped_draining"}
+    counted = {name for name in COUNTERS if name.startswith("stores_")} - apart
+    assert drawn == {f"{PREFIX}{name}_total" for name in counted}
+
+
 def test_every_metric_is_known() -> None:
     endings = (
         (GAUGES, ("",)),

@@ -187,8 +187,12 @@ NODE_PAGE: Final = Dashboard(
             "short",
             {
                 name: rates(f"kvlake_stores_{name}_total")
-                for name in ("dropped_full", "dropped_quota", "dropped_share", "failed", "expired")
+                for name in (
+                    *("dropped_full", "dropped_quota", "dropped_share"),
+                    *("refused", "revoked", "failed", "expired"),
+                )
             },
+            "Parts of chunks. Refused: the policy keeps what would have to go, which is no fault.",
         ),
         Panel("Queued work", "short", {"{{kind}}": f"sum by (kind) (kvlake_waiting{{{NODE}}})"}),
         Panel(
