@@ -236,7 +236,9 @@ def test_transfers_that_are_not_drawn_leave_no_idle_time(
         for index in range(count)
     ]
     document = {"transfers": transfers, "last": first + count - 1, "now": now}
-    page.route("**/transfers?*", lambda route: route.fulfill(json=document))
+    # A second poll finds nothing new.
+    page.route("**/transfers?*", lambda route: route.fulfill(json=document | {"transfers": []}))
+    page.route("**/transfers?after=0", lambda route: route.fulfill(json=document))
     page.reload()
     page.wait_for_selector("body[data-rounds]")
     assert page.locator("#transfers-title").inner_text() == title
