@@ -188,12 +188,10 @@ class DensityPolicy:
         cached = [entries.get(key) for key in keys]
         for naming in self._namings:
             naming.over.update(entry for entry in cached if entry is not None)
-        names = [
-            hash(key) & NAME_MASK for key, entry in zip(keys, cached, strict=True) if entry is None
-        ]
+        left = [key for key, entry in zip(keys, cached, strict=True) if entry is None]
+        names = [hash(key) & NAME_MASK for key in left]
         words = [young.get(name, -1) for name in names]
         if pinned:
-            left = [key for key, entry in zip(keys, cached, strict=True) if entry is None]
             words = [pinned.get(key, word) for key, word in zip(left, words, strict=True)]
         if old:
             words = [
@@ -253,10 +251,9 @@ class DensityPolicy:
         """Add a key; its kind is that of its last use. Raises `KeyError` if it is there already."""
         if parent == key:
             parent = None
-        entries = self._entries
-        above = None if parent is None else entries.get(parent)
+        above = None if parent is None else self._entries.get(parent)
         entry = _Entry(key, parent, above, 0, self._now)
-        if entries.setdefault(key, entry) is not entry:
+        if self._entries.setdefault(key, entry) is not entry:
             raise KeyError(f"{key!r} was added twice")
         name = hash(key) & NAME_MASK
         word = self._young.pop(name, None)
@@ -339,7 +336,11 @@ class DensityPolicy:
         queue = self._queues[entry.kind]
         place = (entry.last, next(self._numbers), entry)
         if queue and queue[0][2] is instead:
-            heapq.heapreplace(queue, place)
+            # Mostly its chain goes on; `heapreplace` would look for its place.
+            if len(queue) > 2 and place < queue[1] and place < queue[2]:
+                queue[0] = place
+            else:
+                heapq.heapreplace(queue, place)
             return
         heapq.heappush(queue, place)
         if len(queue) > 2 * len(self._entries) + QUEUE_MIN:
@@ -355,13 +356,15 @@ class DensityPolicy:
         if word is None:
             word = old.get(name, self._now << _FLAG_BITS)
         if not word & _WAS_REFUSED:
-            above = None if parent is None else self._entries.get(parent)
-            if above is not None:
-                follows = above.kind != REFUSED
-            else:
-                before = hash(parent) & NAME_MASK
-                follows = not young.get(before, old.get(before, 0)) & _WAS_REFUSED
-            if follows and self._beats_first(word):
+            before = hash(parent) & NAME_MASK
+            flags = young.get(before)
+            if flags is None:
+                above = None if parent is None else self._entries.get(parent)
+                if above is None:
+                    flags = old.get(before, 0)
+                else:
+                    flags = _WAS_REFUSED * (above.kind == REFUSED)
+            if not flags & _WAS_REFUSED and self._beats_first(word):
                 return True
         old.pop(name, None)
         young[name] = word | _WAS_REFUSED
@@ -388,8 +391,7 @@ class DensityPolicy:
 
         Without keys that are added or used later, so that it ends.
         """
-        first = self._victim or self._first()
-        if first is None:
+        if (first := self._victim or self._first()) is None:
             return
         yield first.key
         # Only a caller that has no use for the first pays for what follows.
@@ -417,15 +419,14 @@ class DensityPolicy:
 
     def _first(self) -> _Entry | None:
         """The first victim. Which queue has it, is compared now and then."""
-        victim = self._victim
-        if victim is not None or not self._entries:
-            return victim
+        if not self._entries:
+            return None
         if self._chosen_left > 0 and not self._queues[REFUSED]:
             queue = self._queues[self._chosen]
             _clean(queue, self._chosen)
             if queue:
-                victim = self._victim = queue[0][2]
-                return victim
+                self._victim = queue[0][2]
+                return self._victim
         victim = self._oldest()
         if victim is None:
             # The newest has no place yet, or parents are in a circle, as no chain of hashes is.
@@ -485,9 +486,8 @@ def _stands(place: _Place, kind: int, naming: _Naming | None = None) -> bool:
     last, _, entry = place
     if entry.kind != kind or entry.last != last:
         return False
-    if naming is None:
-        return not entry.children
-    return entry not in naming.over and not naming.waits(entry)
+    waits = bool(entry.children) if naming is None else naming.waits(entry)
+    return not waits and (naming is None or entry not in naming.over)
 
 
 def _clean(queue: _Queue, kind: int) -> None:
