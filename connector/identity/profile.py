@@ -176,7 +176,9 @@ class EngineProfile:
 
     def owner(self, group: int) -> str:
         """Owner of a group's chunks in KV cache events."""
-        return tiers_owner(self.groups[group].namespace_digest, self.topology)
+        one = self.groups[group]
+        home = self.owner(0) if group else ""
+        return tiers_owner(one.namespace_digest, self.topology, one.geometry.block_tokens, home)
 
     def attach(
         self, role: Role, rank: int, exported: ExportedMemory | None = None, **parts: Any

@@ -483,9 +483,10 @@ HITS_OWNER: Final = "kvlake/hits"
 """Owner of an event by which the connector says that vLLM's events include hits from here on."""
 
 
-def tiers_owner(namespace_digest: bytes, topology: str) -> str:
-    """The owner, in KV events, of chunks that engines of one namespace and topology share."""
-    return f"{TIERS_OWNER}{namespace_digest.hex()[:16]}/{topology}"
+def tiers_owner(digest: bytes, topology: str, block_tokens: int, home: str = "") -> str:
+    """The owner, in KV events, of a realm's chunks; `home` is the owner of its home's."""
+    own = f"{TIERS_OWNER}{digest.hex()[:16]}/{topology}.b{block_tokens}"
+    return own + home.removeprefix(TIERS_OWNER[:-1])
 
 
 def tenant_id(cache_salt: str) -> bytes:

@@ -284,7 +284,9 @@ class Realms:
             realm_id=self._last_id,
             namespace=attach.namespace,
             namespace_digest=digest,
-            owner=tiers_owner(digest, attach.topology),
+            owner=tiers_owner(
+                digest, attach.topology, attach.block_tokens, "" if home is None else home.owner
+            ),
             topology=attach.topology,
             world_size=attach.num_segments,
             block_tokens=attach.block_tokens,

@@ -249,7 +249,7 @@ def test_events_have_no_tokens(
         late = subscribe(sidecar)
         late.see()
         for subscriber in (follower, late):
-            assert_honest(subscriber, tiers_owner(namespace, "offloading"))
+            assert_honest(subscriber, tiers_owner(namespace, "offloading", 1))
             hosted = subscriber.names("CPU")
             assert hosted == subscriber.names("STORAGE")
             # A chain all the same.
@@ -263,7 +263,7 @@ def test_events_have_no_tokens(
         late = subscribe(there)
         late.see()
         for subscriber in (listed, late):
-            assert_honest(subscriber, tiers_owner(namespace, "offloading"))
+            assert_honest(subscriber, tiers_owner(namespace, "offloading", 1))
 
 
 def assert_honest(subscriber: Subscriber, owner: str) -> None:

@@ -22,6 +22,7 @@ from connector.identity.namespace import encoding_of
 from connector.identity.parallelism import ParallelLayout
 from connector.identity.profile import EngineProfile
 from sidecar.protocol import Role
+from sidecar.sessions.namespaces import Realms
 from tests.connector.weights import namespace_of
 from tests.offsets import offset_of
 from tiers.errors import LayoutError
@@ -135,7 +136,17 @@ def test_layers_are_divided_over_stages() -> None:
     assert found == [Segment(layer, 1, head, 1) for layer in range(LAYERS) for head in range(2)]
     message = engine.attach(Role.SCHEDULER, 0)
     assert (message.world_size, message.num_segments, message.topology) == (4, 4, "pp2tp2")
-    assert engine.owner(0).endswith("/pp2tp2")
+    assert engine.owner(0).endswith(f"/pp2tp2.b{BLOCK_TOKENS}")
+
+
+def test_the_sidecar_gives_the_chunks_of_each_group_the_same_owner() -> None:
+    engine = engine_of(GQA, 1, beside=replace(GQA, block_size=2 * BLOCK_TOKENS), kv_heads=1)
+    realms = Realms()
+    joined = realms.join(engine.attach(Role.SCHEDULER, 0).parts)
+    owners = [engine.owner(group) for group in range(2)]
+    assert owners == [realm.owner for realm in joined]
+    assert len(set(owners)) == 2
+    realms.close()
 
 
 def test_a_rank_is_numbered_by_stage_first(monkeypatch: pytest.MonkeyPatch) -> None:

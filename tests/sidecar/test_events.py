@@ -20,8 +20,17 @@ from sidecar.config.sections import EventsSettings
 from sidecar.events import records as kvevents
 from sidecar.events.publisher import History
 from sidecar.events.records import SNAPSHOT, name_of, number_frame
-from sidecar.protocol import Outcome, StoreJob
-from tests.sidecar.client import BLOCK_TOKENS, RunningSidecar, Scheduler, Worker, config_in, key_of
+from sidecar.protocol import Group, Outcome, Role, StoreJob
+from sidecar.sessions.namespaces import Realms
+from tests.sidecar.client import (
+    BLOCK_TOKENS,
+    RunningSidecar,
+    Scheduler,
+    Worker,
+    attach_message,
+    config_in,
+    key_of,
+)
 from tests.sidecar.configurations import with_events
 from tests.sidecar.subscriber import Subscriber, kv_events
 from tiers.kv.index import FLAG_HOST, FLAG_STORE
@@ -84,7 +93,7 @@ def test_what_an_event_says(short_directory: Path, subscribe: Callable[..., Subs
             ((place, held),) = subscriber.blocks.items()
             assert place.owner is not None
             assert place.owner.startswith("kvlake/")
-            assert place.owner.endswith("/tp1.pp1")
+            assert place.owner.endswith(f"/tp1.pp1.b{BLOCK_TOKENS}")
             assert held[name_of(first)].parent_block_hash is None
             event = held[name_of(second)]
             assert event.parent_block_hash == name_of(first)
@@ -92,6 +101,24 @@ def test_what_an_event_says(short_directory: Path, subscribe: Callable[..., Subs
             assert event.token_ids == [second[0] + n for n in range(2 * BLOCK_TOKENS)]
             assert (event.medium, event.locality) == ("CPU", "LOCAL")
     assert not (sidecar.path.parent / "events.sock").exists()
+
+
+def test_realms_of_one_model_have_owners_of_their_own() -> None:
+    """They name equal chunks alike: the removal in one took the other's from a subscriber."""
+    realms = Realms()
+    group = Group(b'{"group":1}', 16, 1)
+    for changes in (
+        {},
+        {"block_tokens": 32, "blocks_per_chunk": 2},
+        {"groups": (group,)},
+        # Another home alone: a recurrent group's chunks do not depend on the first group's.
+        {"groups": (group,), "namespace": b'{"chunk_tokens":512}'},
+        {"groups": (group,), "block_tokens": 32, "blocks_per_chunk": 2},
+    ):
+        realms.join(attach_message(Role.SCHEDULER, **changes).parts)
+    owners = [realm.owner for realm in realms.all()]
+    assert len(set(owners)) == len(owners) == 6
+    realms.close()
 
 
 def test_the_store(short_directory: Path, subscribe: Callable[..., Subscriber]) -> None:
