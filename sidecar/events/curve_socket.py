@@ -11,9 +11,9 @@ accepted subscriber.
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 import zmq
 from zmq.utils import z85
@@ -24,8 +24,19 @@ from sidecar.transport.zmtp_server import Sent
 
 SendFrames = Callable[[Sequence[bytes]], Sent]
 """Queues one message for a peer."""
-Received = Callable[[SendFrames, list[bytes]], None]
-"""Takes the way back to a peer, and the parts of its request."""
+
+
+class Requester(NamedTuple):
+    """The peer that sent a request."""
+
+    peer: Hashable
+    send: SendFrames
+    close: Callable[[], None]
+    """Ends its connection. Over TCP libzmq offers no way to, and this does nothing."""
+
+
+Received = Callable[[Requester, list[bytes]], None]
+"""Takes a peer, and the parts of its request."""
 
 REQUEST_BYTES_MAX: Final = 1024
 REQUESTS_QUEUED_MAX: Final = 64
@@ -136,11 +147,13 @@ class CurveSocket:
             self.endpoint = _bind(self._socket, f"events.{field}", getattr(settings, field))
             if received is not None:
                 self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-                reader: ZmqReader = ZmqReader(
-                    self._socket,
-                    lambda parts: received(partial(self._send, parts[0], reader), parts[1:]),
-                    broke,
-                )
+
+                def pass_on(parts: list[bytes]) -> None:
+                    peer, *request = parts
+                    requester = Requester(peer, partial(self._send, peer, reader), lambda: None)
+                    received(requester, request)
+
+                reader = ZmqReader(self._socket, pass_on, broke)
                 self._readers.append(reader)
         except BaseException:
             self.close()

@@ -11,15 +11,18 @@ not own connections, reading and sending (`transport/zmtp_server.py`), sockets o
              last batch published before it: those with higher numbers follow it.
 
 Invariants: publishing never waits, and a batch that a slow subscriber cannot take is dropped for it
-alone, and counted; one request is answered at a time, for `ANSWER_SECONDS_MAX` at most, and beyond
-`REQUESTS_WAITING_MAX` requests are dropped and counted. A Unix socket has `peers_max` connections
-at most, each with `SUBSCRIPTIONS_MAX` subscriptions at most, of `REQUEST_BYTES_MAX` each.
+alone, and counted; one request is answered at a time. A peer that takes nothing of its answer for
+`STALL_SECONDS_MAX` gets no more of it, and its connection ends. One request of each peer waits, and
+`REQUESTS_WAITING_MAX` in all: others are dropped and counted. A Unix socket has `peers_max`
+connections at most, each with `SUBSCRIPTIONS_MAX` subscriptions at most, of `REQUEST_BYTES_MAX`
+each.
 """
 
 import asyncio
+import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -28,13 +31,21 @@ import anyio
 import anyio.lowlevel
 
 from sidecar.config.sections import EventsSettings
-from sidecar.events.curve_socket import REQUEST_BYTES_MAX, CurveSocket, Received, SendFrames
+from sidecar.events.curve_socket import (
+    REQUEST_BYTES_MAX,
+    CurveSocket,
+    Received,
+    Requester,
+    SendFrames,
+)
 from sidecar.events.records import END_OF_REPLAY, SEQUENCE_BYTES, number_frame
 from sidecar.transport.zmtp_server import MORE, Sent, ZmtpPeer, ZmtpServer, framed
 
 REQUESTS_WAITING_MAX: Final = 64
-ANSWER_SECONDS_MAX: Final = 30.0
-ANSWERS_QUEUED_MAX: Final = 256
+STALL_SECONDS_MAX: Final = 30.0
+"""Until a peer takes a batch of its answer. The whole answer has no limit: its end would be missing
+each time."""
+ANSWERS_QUEUED_MAX: Final = 32
 FULL_POLL_SECONDS: Final = 0.005
 SUBSCRIPTIONS_MAX: Final = 64
 REQUEST_PARTS: Final = 2
@@ -93,7 +104,8 @@ class UnixSocket(ZmtpServer):
     def _message(self, peer: ZmtpPeer, parts: list[bytes]) -> None:
         """Pass on a request; subscribe or unsubscribe. What is neither ends the connection."""
         if self._received is not None:
-            self._received(partial(self._send, peer), parts)
+            sends, closes = partial(self._send, peer), partial(self._close, peer)
+            self._received(Requester(peer, sends, closes), parts)
             return
         topics = self._topics.setdefault(peer, [])
         kind, topic = (parts[0][:1], parts[0][1:]) if len(parts) == 1 else (b"", b"")
@@ -130,9 +142,9 @@ class EventSockets:
         self.requests_answered = 0
         self.requests_dropped = 0
         self._topic = settings.topic.encode()
-        self._requests: asyncio.Queue[tuple[SendFrames, bytes]] = asyncio.Queue(
-            REQUESTS_WAITING_MAX
-        )
+        self._requests: dict[Hashable, tuple[Requester, bytes]] = {}
+        """By their peers, the next one first."""
+        self._requested = asyncio.Event()
         self._closed = False
 
         def bind(
@@ -168,32 +180,41 @@ class EventSockets:
 
     # --- replay and snapshots --------------------------------------------------------------
 
-    def _ask(self, send: SendFrames, parts: list[bytes]) -> None:
+    def _ask(self, requester: Requester, parts: list[bytes]) -> None:
         fits = len(parts) == REQUEST_PARTS and len(parts[1]) == SEQUENCE_BYTES
-        if not fits or self._requests.full():
+        waits = requester.peer in self._requests
+        if not fits or (not waits and len(self._requests) >= REQUESTS_WAITING_MAX):
             self.requests_dropped += 1
             return
-        self._requests.put_nowait((send, parts[1]))
+        # The newer one replaces it, because it says what the peer has by now.
+        self.requests_dropped += waits
+        self._requests[requester.peer] = requester, parts[1]
+        self._requested.set()
 
     async def answer(self, batches: Callable[[bytes], Iterator[tuple[int, bytes]]]) -> None:
         """Answer requests with their numbered batches, until cancelled."""
         while True:
-            send, what = await self._requests.get()
-            with anyio.move_on_after(ANSWER_SECONDS_MAX) as scope:
-                await self._answer(send, batches(what))
-            if scope.cancelled_caught:
-                self.requests_dropped += 1
-                _logger.warning("a subscriber does not read what it asked for")
+            while not self._requests:
+                self._requested.clear()
+                await self._requested.wait()
+            requester, what = self._requests.pop(next(iter(self._requests)))
+            await self._answer(requester, batches(what))
 
-    async def _answer(self, send: SendFrames, batches: Iterator[tuple[int, bytes]]) -> None:
-        for number, payload in batches:
-            frames = (b"", self._topic, number_frame(number), payload)
-            if not await _send_when_room(send, frames):
-                self.requests_dropped += 1
-                return
+    async def _answer(self, requester: Requester, batches: Iterator[tuple[int, bytes]]) -> None:
+        messages = ((b"", self._topic, number_frame(number), one) for number, one in batches)
+        for frames in itertools.chain(messages, [(b"", b"", END_OF_REPLAY, b"")]):
+            sent = await _send_when_room(requester.send, frames)
+            if sent is not Sent.OK:
+                break
             await anyio.lowlevel.checkpoint()
-        if await _send_when_room(send, (b"", b"", END_OF_REPLAY, b"")):
+        else:
             self.requests_answered += 1
+            return
+        self.requests_dropped += 1
+        if sent is Sent.FULL:
+            _logger.warning("a subscriber does not read what it asked for")
+            self.requests_dropped += self._requests.pop(requester.peer, None) is not None
+            requester.close()
 
     def close(self) -> None:
         """Close both; what a subscriber has not taken within the linger is lost."""
@@ -202,12 +223,13 @@ class EventSockets:
         self._replay.close()
 
 
-async def _send_when_room(send: SendFrames, frames: Sequence[bytes]) -> bool:
-    """Send one message as soon as its peer has room for it. False if the peer is gone."""
+async def _send_when_room(send: SendFrames, frames: Sequence[bytes]) -> Sent:
+    """Send one message as soon as its peer has room for it; FULL if it has none in time."""
+    deadline = anyio.current_time() + STALL_SECONDS_MAX
     while True:
         sent = send(frames)
-        if sent is not Sent.FULL:
-            return sent is Sent.OK
+        if sent is not Sent.FULL or anyio.current_time() > deadline:
+            return sent
         await anyio.sleep(FULL_POLL_SECONDS)
 
 

@@ -1,0 +1,125 @@
+"""Answers to requests for events: to peers that read slowly, or not, or ask all the time."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Final
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from sidecar.config.sections import EventsSettings
+from sidecar.events.records import END_OF_REPLAY, SNAPSHOT, number_frame
+from sidecar.events.sockets import EventSockets
+from tests import places
+from tests.sidecar.bench import until
+from tests.sidecar.test_job_socket import GREETING, MORE, frame, ready
+
+PAYLOAD: Final = bytes(1 << 16)
+BATCHES: Final = 400
+"""More than a peer's queue and the kernel's buffers take."""
+
+
+class Peer:
+    """A connection to the replay socket, by hand."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(60)
+        self.sock.connect(endpoint.removeprefix("ipc://"))
+        self.sock.sendall(GREETING + ready(b"raw"))
+
+    def ask(self, what: bytes = SNAPSHOT) -> None:
+        self.sock.sendall(frame(b"", MORE) + frame(what))
+
+    def read(self, until: bytes, pause_seconds: float = 0.0) -> bool:
+        """Read until these bytes come; False at the end of the connection."""
+        tail = b""
+        with contextlib.suppress(ConnectionResetError):
+            while piece := self.sock.recv(len(PAYLOAD)):
+                tail = tail[-64:] + piece
+                if until in tail:
+                    return True
+                time.sleep(pause_seconds)
+        return False
+
+
+class Sockets:
+    """Event sockets that answer each request with as much."""
+
+    def __init__(self, directory: Path) -> None:
+        self.broken: list[BaseException] = []
+        self.asked: list[bytes] = []
+        self.events = EventSockets(
+            EventsSettings(), directory / "events", directory / "replay", self.broken.append
+        )
+
+    def batches(self, what: bytes) -> Iterator[tuple[int, bytes]]:
+        self.asked.append(what)
+        return ((number, PAYLOAD) for number in range(BATCHES))
+
+    @contextlib.contextmanager
+    def peer(self) -> Iterator[Peer]:
+        peer = Peer(self.events.replay_endpoint)
+        with peer.sock:
+            yield peer
+
+
+@pytest.fixture
+async def sockets(short_directory: Path) -> AsyncIterator[Sockets]:
+    made = Sockets(short_directory)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(made.events.answer, made.batches)
+        yield made
+        tasks.cancel_scope.cancel()
+    made.events.close()
+    assert not made.broken
+
+
+async def test_an_answer_that_is_read_slowly_has_its_end(
+    sockets: Sockets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was cut 30 seconds after its begin, whatever it had, and each time."""
+    places.patch(monkeypatch, "STALL_SECONDS_MAX", 0.5)
+    with sockets.peer() as peer:
+        peer.ask()
+        assert await anyio.to_thread.run_sync(peer.read, END_OF_REPLAY, 0.005)
+    assert (sockets.events.requests_answered, sockets.events.requests_dropped) == (1, 0)
+
+
+async def test_one_that_does_not_read_is_cut_off_and_the_next_is_answered(
+    sockets: Sockets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places.patch(monkeypatch, "STALL_SECONDS_MAX", 0.3)
+    with sockets.peer() as deaf, sockets.peer() as reader:
+        deaf.ask()
+        await until(lambda: len(sockets.asked) == 1)
+        deaf.ask()
+        await anyio.sleep(0.05)
+        reader.ask()
+        assert await anyio.to_thread.run_sync(reader.read, END_OF_REPLAY)
+        assert not await anyio.to_thread.run_sync(deaf.read, END_OF_REPLAY)
+    assert len(sockets.asked) == 2, "its second request is not answered"
+    assert (sockets.events.requests_answered, sockets.events.requests_dropped) == (1, 2)
+
+
+async def test_one_that_asks_all_the_time_leaves_room_and_gets_its_last_answer(
+    sockets: Sockets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places.patch(monkeypatch, "REQUESTS_WAITING_MAX", 2)
+    with sockets.peer() as insistent, sockets.peer() as other:
+        insistent.ask(number_frame(0))
+        await until(lambda: len(sockets.asked) == 1)
+        for number in range(1, 20):
+            insistent.ask(number_frame(number))
+        await until(lambda: sockets.events.requests_dropped == 18)
+        other.ask()
+        for peer in (insistent, insistent, other):
+            assert await anyio.to_thread.run_sync(peer.read, END_OF_REPLAY)
+    assert sockets.asked == [number_frame(0), number_frame(19), SNAPSHOT]
+    assert sockets.events.requests_dropped == 18
