@@ -386,7 +386,8 @@ class EventsSettings(Section):
     buffer_max: Size = Field(default=64 << 20, ge=1 << 20)
     """Bytes of the batches that are kept."""
     queue_batches: Count = Field(default=10_000, ge=1, le=1_000_000)
-    """Batches queued for one subscriber; further ones are dropped for it, and counted."""
+    """Batches queued for one subscriber; further ones are dropped for it, and counted. With `ipc`
+    also those beyond buffer_max bytes."""
     curve_secret_key_file: AbsolutePath | None = None
     """File with this side's CURVE key, for TCP; `kvlake keygen` creates it."""
     subscribers: tuple[PublicKey, ...] = Field(default=(), max_length=256, strict=False)

@@ -60,6 +60,7 @@ class UnixSocket(ZmtpServer):
 
     Args:
         queued_max: messages queued for one peer.
+        queued_bytes_max: bytes queued for one peer, beyond which no message is added.
         received: makes it a ROUTER, and is called with each request. None makes it a PUB.
         broke: receives an error of the socket itself.
     """
@@ -74,6 +75,7 @@ class UnixSocket(ZmtpServer):
         self,
         path: Path,
         queued_max: int,
+        queued_bytes_max: int,
         received: Received | None,
         broke: Callable[[BaseException], None],
     ) -> None:
@@ -85,6 +87,7 @@ class UnixSocket(ZmtpServer):
             # Events contain prompts, which the users of runtime.allow_uids must not read.
             uids=(os.geteuid(), 0),
             queued_max=queued_max,
+            queued_bytes_max=queued_bytes_max,
         )
         self._received = received
         self._topics: dict[ZmtpPeer, list[bytes]] = {}
@@ -151,7 +154,8 @@ class EventSockets:
             field: str, path: Path, queued_max: int, received: Received | None
         ) -> UnixSocket | CurveSocket:
             if getattr(settings, field) == "ipc":
-                return UnixSocket(path, queued_max, received, broke)
+                # One that has more to read needs a snapshot anyway: no more is kept for replay.
+                return UnixSocket(path, queued_max, settings.buffer_max, received, broke)
             return CurveSocket(field, settings, queued_max, received, broke)
 
         self._pub = bind("endpoint", path, settings.queue_batches, None)

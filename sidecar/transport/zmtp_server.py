@@ -12,7 +12,8 @@ Invariants:
 * A connection buffers at most one frame of `frame_bytes_max` (1 KiB before its READY) and the first
   `parts_max` parts of a message.
 * One turn of the loop takes `WAKE_SECONDS_MAX` and a frame at most; connections take turns.
-* Sending never waits. What the kernel does not take is queued, up to `queued_max` messages.
+* Sending never waits. What the kernel does not take is queued, up to `queued_max` messages, and no
+  further one from `queued_bytes_max` bytes on.
 * Before a message for jobs is read, its connection has named the token of a live session of its
   user, which no other connection holds.
 """
@@ -67,7 +68,7 @@ class Sent(enum.Enum):
     GONE = "gone"
     """The peer is not connected."""
     FULL = "full"
-    """The peer does not read: `queued_max` messages are queued for it."""
+    """The peer does not read: `queued_max` messages are queued for it, or `queued_bytes_max`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +81,7 @@ class ZmtpPeer:
     greeted: bool = False
     inbox: bytearray = field(default_factory=bytearray)
     outbox: deque[memoryview] = field(default_factory=deque[memoryview])
+    outbox_bytes: int = 0
     num_parts: int = 0
     """Parts received of an incomplete message."""
     parts: list[bytes] = field(default_factory=list[bytes])
@@ -95,6 +97,7 @@ class ZmtpServer(abc.ABC):
         broke: receives an error of the server itself.
         uids: users who may connect.
         queued_max: messages queued for one peer.
+        queued_bytes_max: bytes queued for one peer, beyond which no message is added.
     """
 
     peers_max: ClassVar[float] = math.inf
@@ -117,6 +120,7 @@ class ZmtpServer(abc.ABC):
         mode: int,
         uids: Iterable[int],
         queued_max: int,
+        queued_bytes_max: float = math.inf,
     ) -> None:
         self.endpoint = f"ipc://{path}"
         self.users_refused = 0
@@ -125,6 +129,7 @@ class ZmtpServer(abc.ABC):
         self._broke = broke
         self._uids = frozenset(uids)
         self._queued_max = queued_max
+        self._queued_bytes_max = queued_bytes_max
         self._loop = asyncio.get_running_loop()
         self._peers: dict[ZmtpPeer, None] = {}
         self._handshaking: dict[ZmtpPeer, asyncio.TimerHandle] = {}
@@ -175,8 +180,7 @@ class ZmtpServer(abc.ABC):
         deadline = self._loop.call_later(HANDSHAKE_SECONDS_MAX, self._close, peer)
         self._handshaking[peer] = deadline
         self._loop.add_reader(sock, self._due, peer)
-        peer.outbox.append(memoryview(self._hello))
-        self._flush(peer)
+        self._queue(peer, self._hello)
 
     def _close(self, peer: ZmtpPeer) -> None:
         if peer.closed:
@@ -194,9 +198,11 @@ class ZmtpServer(abc.ABC):
             deadline.cancel()
 
     def _queue(self, peer: ZmtpPeer, message: bytes) -> Sent:
-        if len(peer.outbox) >= self._queued_max:
+        full = peer.outbox_bytes >= self._queued_bytes_max
+        if full or len(peer.outbox) >= self._queued_max:
             return Sent.FULL
         peer.outbox.append(memoryview(message))
+        peer.outbox_bytes += len(message)
         if len(peer.outbox) == 1:
             self._flush(peer)
         return Sent.GONE if peer.closed else Sent.OK
@@ -207,6 +213,7 @@ class ZmtpServer(abc.ABC):
         try:
             while peer.outbox:
                 sent = peer.sock.send(peer.outbox[0], socket.MSG_NOSIGNAL)
+                peer.outbox_bytes -= sent
                 if sent < len(peer.outbox[0]):
                     peer.outbox[0] = peer.outbox[0][sent:]
                 else:

@@ -7,10 +7,13 @@ import socket
 from collections.abc import Iterator
 from typing import Any, Final
 
+import anyio
 import pytest
 import zmq
 
+from sidecar.config.sections import EventsSettings
 from sidecar.events.records import END_OF_REPLAY, SNAPSHOT, number_frame
+from sidecar.events.sockets import EventSockets
 from sidecar.protocol import Outcome
 from tests import places
 from tests.mappings import open_fds
@@ -157,6 +160,35 @@ def test_one_that_does_not_read_loses_batches_and_nobody_else_does(short_directo
                     assert sub.poll(WAIT_SECONDS_MAX * 1000)
                     while sub.poll(0):
                         sub.recv_multipart()
+
+
+async def test_what_one_that_does_not_read_has_queued_is_bounded_in_bytes(
+    short_directory: Any,
+) -> None:
+    """10,000 batches of any size were kept for each."""
+    settings = EventsSettings(buffer_max=MIB)
+    sockets = EventSockets(
+        settings,
+        short_directory / "e",
+        short_directory / "r",
+        lambda error: pytest.fail(repr(error)),
+    )
+    with socket.socket(socket.AF_UNIX) as deaf:
+        deaf.connect(sockets.endpoint.removeprefix("ipc://"))
+        deaf.sendall(GREETING + ready(b"raw") + SUBSCRIBE)
+        await anyio.sleep(0.1)
+        for number in range(100):
+            sockets.publish(number, bytes(MIB // 8))
+        # Some are in the kernel's buffers.
+        assert 80 < sockets.batches_dropped < 92
+        deaf.settimeout(0)
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(1000):
+                deaf.recv(MIB)
+                await anyio.sleep(0.01)
+        sockets.publish(100, bytes(MIB // 8))
+        assert sockets.batches_dropped < 92, "there is room again"
+    sockets.close()
 
 
 def test_a_request_socket_is_answered_and_heartbeats_are(sidecar: RunningSidecar) -> None:
