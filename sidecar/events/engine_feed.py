@@ -306,7 +306,8 @@ class EngineBlocks:
             event,
             medium=event.medium or MEDIUM_GPU,
             locality=event.locality or LOCAL,
-            ownership=event.ownership or self.owner,
+            # A tier of vLLM's offloading has the same name in each engine.
+            ownership=f"{self.owner}/{event.ownership}" if event.ownership else self.owner,
         )
         gone: list[Hash] = []
         for position, name in enumerate(event.block_hashes):
@@ -332,9 +333,10 @@ class EngineBlocks:
 
     def _drop(self, places: list[_Place]) -> list[CacheEvent]:
         events: list[CacheEvent] = []
-        for (medium, group_idx, owner), run in itertools.groupby(places, key=lambda one: one[:3]):
+        runs = itertools.groupby(places, lambda one: (*one[:3], self._held[one].event.locality))
+        for (medium, group_idx, owner, locality), run in runs:
             events += [
-                BlockRemoved(names, medium, group_idx, LOCAL, owner)
+                BlockRemoved(names, medium, group_idx, locality, owner)
                 for names in parts((place.name for place in run), HASHES_PER_EVENT_MAX)
             ]
         for place in places:

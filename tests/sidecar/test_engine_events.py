@@ -182,6 +182,18 @@ def test_an_engines_blocks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [event.block_hashes for event in blocks.snapshot()] == [[3], [4], [5]]  # type: ignore[union-attr]
 
 
+def test_a_tier_that_vllm_names_is_each_engines_own() -> None:
+    """What one engine's kvcr tier lost was removed for all engines, and as local."""
+    event = stored(1, ownership="kvcr", locality="REMOTE")
+    owners: set[str] = set()
+    for engine_id in "ab":
+        blocks = EngineBlocks(engine_id)
+        for told in (*applied(blocks, event), *blocks.snapshot(), *blocks.clear()):
+            assert told.locality == "REMOTE"
+            owners.add(told.ownership)
+    assert owners == {"engine/a/kvcr", "engine/b/kvcr"}
+
+
 def test_with_vllms_own_offloading_no_copies_are_counted() -> None:
     """Its tiers do not learn which requests have their hits reported as stored blocks."""
     blocks = EngineBlocks("a", counts=False)
