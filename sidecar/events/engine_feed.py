@@ -59,6 +59,9 @@ BATCHES_WAITING_MAX: Final = 10_000
 BATCH_BYTES_MAX: Final = 64 << 20
 WAITING_BYTES_MAX: Final = 64 << 20
 """Batches received during a replay. Beyond this, the replay is abandoned."""
+REPLAY_QUEUED_MAX: Final = 1000
+"""Batches of a replay that libzmq queues. vLLM sends all that it keeps in a row, and its socket
+drops what does not fit."""
 REPLAY_SECONDS_MAX: Final = 5.0
 """Until the first batch of a replay."""
 REPLY_SECONDS_MAX: Final = 0.5
@@ -115,8 +118,7 @@ class EngineFeed:
         if kind == zmq.SUB:
             sock.setsockopt(zmq.SUBSCRIBE, b"")
         else:
-            # vLLM sends all that it keeps in a row, and its socket drops what does not fit.
-            sock.setsockopt(zmq.RCVHWM, 0)
+            sock.setsockopt(zmq.RCVHWM, REPLAY_QUEUED_MAX)
         sock.connect(endpoint)
 
         def batch(frames: list[bytes]) -> None:

@@ -63,7 +63,13 @@ def test_an_idle_engine_that_answers_late_is_asked_again(
         assert follower.names("GPU") == {0}
 
 
-def test_thousands_of_batches_are_replayed_without_a_gap(short_directory: Path) -> None:
+@pytest.mark.parametrize("queued_max", [None, 1])
+def test_thousands_of_batches_are_replayed_without_a_gap(
+    short_directory: Path, monkeypatch: pytest.MonkeyPatch, queued_max: int | None
+) -> None:
+    """With room for one batch vLLM's socket drops most of each answer; the rest is requested."""
+    if queued_max is not None:
+        places.patch(monkeypatch, "REPLAY_QUEUED_MAX", queued_max)
     with publishing(short_directory, buffer_steps=10_000, max_queue_size=10_000) as publisher:
         for number in range(8000):
             publish(publisher, stored(number))
