@@ -27,6 +27,10 @@ engine would serve wrong KV, fail requests or not start. Knows vLLM and nothing 
   `WeightChanges` wrap these calls. The model is taken from the frame of the runner that registers
   its KV caches. Writes to parameters without a call go unnoticed. In: 0.31 to 0.33. Shown by:
   weights-replaced, offloading-weights.
+* With `kv_cache_report_mode: full`, a hit is published with the hashes of all blocks of its prefix,
+  also of those that a group of a sliding window no longer has. Their removal is never published.
+  Here: nothing, because the event does not say which these are; the reference of the events says
+  so. In: 0.32; others were not examined. Shown by: test_hits_of_a_window_name_blocks_that_are_gone.
 
 The others are of vLLM's own offloading. Their code is in `offloading/workarounds.py`, which needs
 interfaces of vLLM that engines with `KVLakeConnector` do not import:

@@ -160,7 +160,10 @@ class CurveSocket:
             raise
 
     def publish(self, frames: Sequence[bytes]) -> bool:
-        """Send a message to all who subscribed to its first frame; False where one is full."""
+        """Send a message to all who subscribed to its first frame; False where one became full.
+
+        libzmq leaves one that is full out until it has room: what it misses meanwhile is not seen.
+        """
         # The first attempt detects a subscriber that is full, the second serves all the others.
         self._socket.setsockopt(zmq.XPUB_NODROP, 1)
         try:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import random
+from importlib.metadata import version
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from vllm.config.kv_events import KVEventsConfig
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 
 from connector.events import TierEvents, events_endpoints, vllm_events
 from sidecar.protocol import EVENT_NAME_BYTES, Events, Release, RemovedEvent, StoredEvent
@@ -147,3 +152,29 @@ def test_where_vllm_publishes_its_own_events(
     assert events_endpoints(events, rank) == expected
     assert events_endpoints(None, rank) == ("", "")
     assert events_endpoints(KVEventsConfig(), rank) == ("", "")
+
+
+@pytest.mark.skipif(
+    not version("vllm").startswith("0.32."), reason="the defect is known of vLLM 0.32 alone"
+)
+def test_hits_of_a_window_name_blocks_that_are_gone() -> None:
+    pool = BlockPool(4, enable_caching=True, hash_block_size=2, enable_kv_cache_events=True)
+    request: Any = SimpleNamespace(
+        request_id="r",
+        block_hashes=[bytes([number]) * 32 for number in range(3)],
+        all_token_ids=list(range(6)),
+        mm_features=[],
+        lora_request=None,
+        cache_salt=None,
+        prompt_embeds=None,
+        session_id=None,
+    )
+    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=2))
+    coordinator: Any = SimpleNamespace(
+        single_type_managers=[SimpleNamespace(block_pool=pool)],
+        kv_cache_config=SimpleNamespace(kv_cache_groups=[group]),
+    )
+    hit = [pool.null_block, pool.null_block, *pool.get_new_blocks(1)]
+    KVCacheCoordinator.emit_cached_block_events(coordinator, request, (hit,))
+    (event,) = pool.take_events()
+    assert len(event.block_hashes) == 3, "vLLM names what it has: correct the list of its defects"
