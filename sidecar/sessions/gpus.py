@@ -48,7 +48,7 @@ class Gpus:
         self._pool: Bytes | None = pool
         self._settings = settings
         self._devices: dict[bytes, Device] = {}
-        self._failed: dict[bytes, tuple[CudaFailed, float]] = {}
+        self._failed: dict[bytes, tuple[str, float]] = {}
         """Devices that could not be prepared: why, and until when. A lost one stays lost."""
         self._pins: PinnedMemory | None = None
         self._preparing: dict[bytes, anyio.CapacityLimiter] = {}
@@ -70,39 +70,41 @@ class Gpus:
     async def prepare(self, memory: Memory) -> None:
         """Prepare the device of `memory`, once. Raises `AttachRefused`."""
         uuid = memory.device_uuid
-        try:
-            device = self._known(uuid)
-            if device is None:
-                # One limiter per device: a device that hangs delays its own workers only.
-                limiter = self._preparing.setdefault(uuid, anyio.CapacityLimiter(1))
-                try:
-                    device = await run_to_end(lambda: self._ready(uuid), limiter)
-                finally:
-                    if not limiter.statistics().tasks_waiting:
-                        self._preparing.pop(uuid, None)
-            if device.lost is not None:
-                raise device.lost
-        except CudaFailed as error:
-            raise AttachRefused("gpu", f"GPU-{uuid.hex()}: {error}") from error
+        device = self._known(uuid)
+        if device is None:
+            # One limiter per device: a device that hangs delays its own workers only.
+            limiter = self._preparing.setdefault(uuid, anyio.CapacityLimiter(1))
+            try:
+                device = await run_to_end(lambda: self._ready(uuid), limiter)
+            finally:
+                if not limiter.statistics().tasks_waiting:
+                    self._preparing.pop(uuid, None)
+        if device.lost is not None:
+            raise _refusal(uuid, device.lost)
 
     def _ready(self, uuid: bytes) -> Device:
-        """In a thread: the device, with the pool pinned."""
+        """In a thread: the device, with the pool pinned. Raises `AttachRefused`."""
         # Others waited for the one that prepared it.
         if (known := self._known(uuid)) is not None:
             return known
         try:
             return self._prepared(uuid)
         except CudaFailed as error:
+            now = time.monotonic()
+            # An attach names any UUID, so those that never come again are dropped here.
+            for one, (_, until) in list(self._failed.items()):
+                if until <= now:
+                    self._failed.pop(one, None)
             seconds = math.inf if isinstance(error, DeviceLost) else FAILED_SECONDS
-            # Without its traceback, which would keep what was made for the device.
-            self._failed[uuid] = error.with_traceback(None), time.monotonic() + seconds
-            raise
+            # As text: the error's traceback would keep what was made for the device.
+            self._failed[uuid] = str(error), now + seconds
+            raise _refusal(uuid, error) from error
 
     def _known(self, uuid: bytes) -> Device | None:
-        """A device that was prepared. Raises `CudaFailed` for one that could not be."""
-        error, until = self._failed.get(uuid, (None, 0.0))
-        if error is not None and time.monotonic() < until:
-            raise error.with_traceback(None)
+        """A device that was prepared. Raises `AttachRefused` for one that could not be."""
+        reason, until = self._failed.get(uuid, ("", 0.0))
+        if time.monotonic() < until:
+            raise _refusal(uuid, reason)
         return self._devices.get(uuid)
 
     def _prepared(self, uuid: bytes) -> Device:
@@ -177,6 +179,10 @@ class Gpus:
         self._pins = None
         self._devices.clear()
         self._pool = None
+
+
+def _refusal(uuid: bytes, reason: object) -> AttachRefused:
+    return AttachRefused("gpu", f"GPU-{uuid.hex()}: {reason}")
 
 
 class GpuMapping:

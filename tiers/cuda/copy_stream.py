@@ -113,7 +113,7 @@ class CopyStream:
         self._events: list[Any] = []
         self._submitted = 0
         self._through = 0
-        self.lost: CudaFailed | None = None
+        self.lost: DeviceLost | None = None
         """The error after which nothing can be copied any more, if any."""
 
     def takes_planes(self, width_bytes: int, pitch_bytes: int) -> bool:
@@ -166,7 +166,7 @@ class CopyStream:
             self._flying.append((self._submitted, event, size_bytes))
             self._flying_bytes += size_bytes
         if self.lost is not None:
-            raise self.lost
+            raise self.lost.again()
         return self._submitted
 
     def _copy_ranges(self, ranges: Descriptors) -> None:
@@ -239,7 +239,7 @@ class CopyStream:
                     if not true():
                         self._poll()
                     if self.lost is not None:
-                        raise self.lost
+                        raise self.lost.again()
                     if true():
                         return act()
                     if time.monotonic() > deadline:

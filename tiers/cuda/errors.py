@@ -106,6 +106,14 @@ class DeviceLost(CudaFailed):
     )  # fmt: skip
     remedy = "restart the sidecar; if it comes back, check the GPU (nvidia-smi -q, Xid in dmesg)"
 
+    def again(self) -> "DeviceLost":
+        """An equal error, to raise.
+
+        One that is kept, and raised again and again, would keep the frames of every copy that it
+        ended, and what they hold.
+        """
+        return DeviceLost(self.call, self.code)
+
 
 class CudaMisused(CudaFailed):
     """The driver refuses the arguments: a bug of kvlake, or false data of another process."""

@@ -1,0 +1,76 @@
+"""What the sidecar keeps of GPUs that are lost or refused, on the double."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gpu.child import Child
+from tests.gpu.double.control import Double, uuid_of
+from tests.gpu.layouts import layout_in
+from tests.gpu.test_device import OWNER, READER
+
+pytest.importorskip("cuda.bindings.driver")
+
+FAILING = """
+import traceback
+from tiers.cuda.errors import DeviceLost
+def copy_in_vain():
+    for copy in (memory.gather, memory.scatter):
+        try:
+            copy(np.arange(3), pool[: 3 * 6144]).finish(see)
+        except DeviceLost:
+            continue
+        raise AssertionError("the device is not lost")
+def frames():
+    return len(traceback.extract_tb(device.lost.__traceback__))
+"""
+
+REFUSING = """
+import asyncio, gc, mmap, os, time, numpy as np
+from sidecar.config.sections import GpuSettings
+from sidecar.errors import AttachRefused
+from sidecar.protocol import KIND_CUDA_IPC, Memory
+from sidecar.sessions.gpus import Gpus
+from tests import places
+from tiers.cuda.errors import CudaFailed
+gpus = Gpus(np.frombuffer(mmap.mmap(-1, 1 << 20), dtype=np.uint8), GpuSettings())
+def refused(uuid):
+    try:
+        asyncio.run(gpus.prepare(Memory(KIND_CUDA_IPC, 4096, uuid, bytes(64))))
+    except AttachRefused as error:
+        return str(error)
+    raise AssertionError("it is not refused")
+def held():
+    deadline = time.monotonic() + 30
+    errors = 1
+    while errors and time.monotonic() < deadline: # threads that end still have theirs
+        gc.collect()
+        errors = sum(isinstance(one, CudaFailed) for one in gc.get_objects())
+    return sum(len(one) for one in vars(gpus).values() if isinstance(one, dict)), errors
+"""
+
+
+def test_the_error_of_a_lost_device_keeps_no_frames_of_copies(double: Double) -> None:
+    """Each raise of a kept error adds frames, which hold what the copy was for."""
+    layout = layout_in("LBHNC")
+    with Child(double, setup=OWNER) as owner, Child(double, setup=READER + FAILING) as reader:
+        handle = owner.run("result = own(layout, 7, False)", layout=layout)
+        reader.run("ready(uuid)", uuid=uuid_of(0))
+        reader.run("enter(layout, handle)", layout=layout, handle=handle)
+        double.fail("cuEventQuery", 700, times=2)
+        assert reader.run("for _ in range(50): copy_in_vain()\nresult = frames()") == 0
+
+
+def test_refused_devices_are_forgotten_after_their_time_but_not_lost_ones(double: Double) -> None:
+    """Anybody who may attach can name another device each time."""
+    with Child(double, setup=REFUSING) as child:
+        for call in ("cuMemcpyBatchAsync", "cuMemHostUnregister", "cuMemFree"):
+            double.fail(call, 719, times=1000)
+        lost = child.run("result = refused(uuid)", uuid=uuid_of(0))
+        assert "719" in lost
+        double.heal()
+        child.run("places.replace('FAILED_SECONDS', 0.0)")
+        child.run("for _ in range(20): assert 'let the sidecar see' in refused(os.urandom(16))")
+        # The lost one and the last; their reasons without the errors, which have frames.
+        assert child.run("result = held()") == (2, 0)
+        assert child.run("result = refused(uuid)", uuid=uuid_of(0)) == lost
