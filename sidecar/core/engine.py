@@ -211,6 +211,7 @@ class Engine:
                     self.lookups.store_failed(chunk)
                 case HostChange.REMOVED:
                     self.writes.removed(chunk)
+                    self.request_pins.removed(chunk)
                     self.lookups.chunk_failed(chunk, Outcome.CORRUPT)
 
     def _publish_changes(self) -> None:

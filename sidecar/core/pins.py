@@ -8,7 +8,7 @@ be pinned: otherwise one client could pin everything, and leave the others no sl
 
 Invariants: `chunk.pins` is the number of pins that are listed here; a lease pins each chunk once
 for each time that it lists it; what a request keeps has one pin for it until its deadline, the end
-of its session, or a release.
+of its session, a release, or the removal of the chunk.
 """
 
 import itertools
@@ -308,6 +308,12 @@ class RequestPins(CorePart):
         """End all pins of a session."""
         for pin in list(self._by_session.get(session_id, {}).values()):
             self._end(pin)
+
+    def removed(self, chunk: Chunk) -> None:
+        """End all pins of a chunk that expired or was corrupt: nothing is kept any more."""
+        if chunk.request_pins:
+            for own in [own for own in self._by_session.values() if chunk in own]:
+                self._end(own[chunk])
 
     def drain(self) -> None:
         """End all pins: the sidecar stops."""

@@ -162,3 +162,30 @@ def test_a_corrupt_chunk_goes_all_the_same() -> None:
     world.now = 11.0
     world.send(Tick())
     assert not world.engine.shares.request_pins.used
+
+
+@pytest.mark.parametrize("gone", ["expired", "corrupt"])
+def test_what_is_gone_is_charged_to_nobody(gone: str) -> None:
+    rules = TenantRules(named={TENANT: ("a", Quota(host_bytes_max=4 * SLOT))})
+    world, worker, scheduler = keeping(tenants=Tenants(rules))
+    second = world.open(Role.SCHEDULER, engine_id="b")
+    world.stored(worker, 1, [1], tenant=TENANT, ttl_seconds=5.0)
+    before = world.engine.shares.memory.used
+    for session in (scheduler, second):
+        world.pin(session, [1], 3600, tenant=TENANT)
+    world.pin(scheduler, [2], 3600)
+    if gone == "expired":
+        world.now = 5.0
+        world.send(Tick())
+    else:
+        world.load(worker, 2, [1])
+        world.copied(next(iter(world.scatters)), Outcome.CORRUPT)
+    shares = world.engine.shares
+    assert [one.chunk.key for one in world.engine.request_pins] == [key(2)]
+    assert (shares.request_pins.used, shares.pinned.used) == (SLOT, SLOT)
+    # It is a new chunk that is stored again. It is pinned when a request asks for it.
+    world.stored(worker, 3, [1], tenant=TENANT)
+    world.pin(scheduler, [1], 3600, tenant=TENANT)
+    assert world.engine.counters.pins_refused == 0
+    world.send(release(scheduler, pins=True))
+    assert (shares.request_pins.used, shares.memory.used) == (0, before)
