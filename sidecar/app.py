@@ -18,7 +18,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -61,6 +61,8 @@ milliseconds."""
 TICK_SECONDS_IDLE: Final = 1.0
 STORE_CLOSE_SECONDS_MAX: Final = 2.0
 ANNOUNCE_SECONDS_MAX: Final = 5.0
+SIGNALS: Final = (*STOP_SIGNALS, signal.SIGHUP)
+"""What a server handles from its start to its last callback."""
 HANGING_SECONDS_MAX: Final = 10.0
 """How long a stop waits, beyond all other limits, for threads that cannot be interrupted."""
 
@@ -94,8 +96,10 @@ async def serve(
     conceal(config.secrets())
     async with contextlib.AsyncExitStack() as stack:
         stop = threading.Event()
-        _handle_stop_signals(lambda: _stop_start(stop, stack))
-        stack.callback(_handle_stop_signals, None)
+        # While it starts, SIGINT stays with the event loop, which cancels the start.
+        _handle_signals(lambda _: _stop_start(stop, stack), set(STOP_SIGNALS) - {signal.SIGINT})
+        # Until the last callback: a signal that nobody handles would end the process before them.
+        stack.callback(_handle_signals, None, SIGNALS)
         watchdog = Watchdog(Notifier())
         stack.callback(watchdog.stop)
         directory = RuntimeDirectory(config.runtime)
@@ -123,26 +127,23 @@ async def serve(
             return Exit.OK
         pool, restored = opening.result()
         server = Server(config, directory, pool, restored, store, http, watchdog)
-        _handle_stop_signals(server.stopping.set)
+        _handle_signals(server.signalled, SIGNALS)
         return await server.run(ready)
 
 
-def _handle_stop_signals(act: Callable[[], None] | None) -> None:
-    """Call `act` at a signal, until the server receives signals itself; None: handle none.
-
-    SIGINT stays with the event loop, which cancels the start.
-    """
+def _handle_signals(
+    act: Callable[[signal.Signals], None] | None, numbers: Iterable[signal.Signals]
+) -> None:
+    """Call `act` at each of these signals; None: handle them no more."""
     # In another thread, signals belong to the embedding program.
     if threading.current_thread() is not threading.main_thread():
         return
     loop = asyncio.get_running_loop()
-    for number in STOP_SIGNALS:
-        if number == signal.SIGINT:
-            continue
+    for number in numbers:
         if act is None:
             loop.remove_signal_handler(number)
         else:
-            loop.add_signal_handler(number, act)
+            loop.add_signal_handler(number, act, number)
 
 
 def _stop_start(stop: threading.Event, stack: contextlib.AsyncExitStack) -> None:
@@ -182,6 +183,8 @@ class Server:
         self._taken_over = bool(restored)
         self.dispatcher.feed(Restored(restored))
         self.stopping = anyio.Event()
+        self._in_terminal = os.isatty(0)
+        """When it starts: a terminal that was closed is none."""
         self.broken: BaseException | None = None
 
     async def run(self, ready: Callable[[ServerInfo], None] | None) -> Exit:
@@ -273,9 +276,6 @@ class Server:
         if (store := self.dispatcher.store) is not None:
             tasks.start_soon(store.watch.run)
             tasks.start_soon(store.collector.run)
-        # In another thread, signals belong to the embedding program.
-        if threading.current_thread() is threading.main_thread():
-            await tasks.start(self._signals)
 
     def _open_events(self, stack: contextlib.AsyncExitStack) -> EventSockets | None:
         settings, directory = self._config.events, self._directory
@@ -292,24 +292,20 @@ class Server:
         self.stopping.set()
         self.dispatcher.drained.set()
 
-    async def _signals(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+    def signalled(self, number: signal.Signals) -> None:
+        """Stop; at a second signal, end at once."""
         # SIGHUP: a service manager requests a reload; a closed terminal requests the end.
-        in_terminal = os.isatty(0)
-        with anyio.open_signal_receiver(*STOP_SIGNALS, signal.SIGHUP) as signals:
-            task_status.started()
-            async for number in signals:
-                name = signal.Signals(number).name
-                if number == signal.SIGHUP and not in_terminal:
-                    _logger.warning(
-                        "ignored: restart to read the configuration again",
-                        extra=fields(signal=name),
-                    )
-                    continue
-                if self.stopping.is_set():
-                    _logger.error("second signal, ending at once", extra=fields(signal=name))
-                    self._abandon(Exit.AT_ONCE)
-                _logger.info("stopping", extra=fields(signal=name))
-                self.stopping.set()
+        if number == signal.SIGHUP and not self._in_terminal:
+            _logger.warning(
+                "ignored: restart to read the configuration again",
+                extra=fields(signal=number.name),
+            )
+            return
+        if self.stopping.is_set():
+            _logger.error("second signal, ending at once", extra=fields(signal=number.name))
+            self._abandon(Exit.AT_ONCE)
+        _logger.info("stopping", extra=fields(signal=number.name))
+        self.stopping.set()
 
     def _give_up(self) -> None:
         """End the process: a system call of one of its threads hangs."""

@@ -227,6 +227,44 @@ def test_a_second_signal_is_5(short_directory: Path) -> None:
         assert one.end()[0] == Exit.AT_ONCE
 
 
+WRITE_HANGS = """
+    import os, time
+    from tests import places
+
+    places.replace("ANNOUNCE_SECONDS_MAX", 0.2)
+    places.replace("HANGING_SECONDS_MAX", 60.0)
+    os.replace = lambda *paths: time.sleep(3600)
+"""
+"""In place of a mount whose server is gone: no thread that writes to the folder comes back."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_is_5_also_after_the_drain(
+    short_directory: Path, number: signal.Signals
+) -> None:
+    config = config_of(
+        short_directory,
+        host={"after_stop": "remove"},
+        store={"url": f"file://{short_directory}/bucket"},
+        limits={"drain_seconds_max": "200ms"},
+    )
+    one = Process(config, WRITE_HANGS)
+    run = short_directory / "run" / "default"
+    with Worker(run / "attach.sock") as worker:
+        assert worker.store(1, key_of(1), [0]).name == "OK"
+        one.process.send_signal(signal.SIGTERM)
+        # Written in the last step of the drain. From then on it waits for the thread.
+        wait_until((run / "last-stop-lost").exists)
+        one.process.send_signal(signal.SIGHUP)
+        assert one.process.stderr is not None
+        assert any("ignored: restart to read" in line for line in one.process.stderr)
+        one.process.send_signal(number)
+        code, errors = one.end()
+    assert code == Exit.AT_ONCE, errors
+    assert list((short_directory / "pool").iterdir()) == []
+    assert not list(run.glob("*.sock"))
+
+
 def test_a_bug_is_70_with_its_traceback(short_directory: Path) -> None:
     patch = """
         from tests import places

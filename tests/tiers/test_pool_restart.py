@@ -94,6 +94,19 @@ def test_what_was_sealed_comes_back_and_nothing_else(path: Path) -> None:
     assert list(path.parent.iterdir()) == []
 
 
+def test_an_end_at_once_after_the_close_leaves_what_is_kept(path: Path) -> None:
+    """A signal may come between the close and the end of the process."""
+    pool = open_pool(path)
+    sealed_slot(pool, 1, 1)
+    pool.close(keep=True)
+    pool.remove_files()
+    pool = open_pool(path)
+    assert len(came_back(pool)) == 1
+    pool.remove_files()
+    assert not path.exists()
+    pool.close()
+
+
 def test_order_of_use_and_tags_come_back(path: Path) -> None:
     pool = open_pool(path)
     offsets = [sealed_slot(pool, 1, number) for number in (1, 2, 3)]

@@ -333,7 +333,8 @@ class HostPool:
 
     def remove_files(self) -> None:
         """Remove the files and do nothing else, for a process that ends at once."""
-        remove_files(self.path, self._lock_fd)
+        if self._memory is not None:  # `close` closed the descriptor.
+            remove_files(self.path, self._lock_fd)
 
     def _add_slab(self, slot_class: SlotClass) -> Slab | None:
         if not self._entries or not self.extents.fits(slot_class.slot_bytes):
