@@ -28,6 +28,7 @@ from connector.plan import (
 from sidecar.protocol import (
     FRAME_BYTES_MAX,
     JOBS_PER_MESSAGE_MAX,
+    KIND_CUDA_IPC,
     Attach,
     Done,
     Error,
@@ -42,7 +43,7 @@ logger = logging.getLogger("vllm.kvlake")
 
 JOBS_BYTES_MAX: Final = FRAME_BYTES_MAX - 64 * 1024
 RELEASE_SECONDS_MAX: Final = 10.0
-"""How long to wait before sleep until the sidecar unmapped, which takes milliseconds."""
+"""How long to wait until the sidecar unmapped what is freed next. It takes milliseconds."""
 
 
 @dataclass(slots=True)
@@ -288,8 +289,13 @@ class WorkerRole:
             self._share("after sleep mode ", "; restart the engine")
 
     def close(self) -> None:
-        """Detach. Open jobs end with the session."""
+        """Detach. Open jobs end with the session.
+
+        Waits until the sidecar unmapped memory of a legacy IPC handle. An engine in a program that
+        goes on frees its memory next, and CUDA leaves undefined what that does to a mapping.
+        """
         if self.client is not None:
-            self.client.close()
+            ipc = self._memory is not None and self._memory.shared.kind == KIND_CUDA_IPC
+            self.client.close(RELEASE_SECONDS_MAX if ipc else 0.0)
         if self._memory is not None:
             self._memory.close()

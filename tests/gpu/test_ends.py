@@ -1,13 +1,20 @@
-"""What the sidecar keeps of GPUs that are lost or refused, on the double."""
+"""GPUs that are lost or refused, and engines that leave them, on the double.
+
+What the sidecar keeps of them, and when the memory may be freed.
+"""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from tests.gpu.child import Child
-from tests.gpu.double.control import Double, uuid_of
+from tests.gpu.double.control import Double, uuid_of, wait_until
 from tests.gpu.layouts import layout_in
+from tests.gpu.sidecars import SidecarProcess
 from tests.gpu.test_device import OWNER, READER
+from tests.gpu.test_sidecar import rank_of
 
 pytest.importorskip("cuda.bindings.driver")
 
@@ -74,3 +81,28 @@ def test_refused_devices_are_forgotten_after_their_time_but_not_lost_ones(double
         # The lost one and the last; their reasons without the errors, which have frames.
         assert child.run("result = held()") == (2, 0)
         assert child.run("result = refused(uuid)", uuid=uuid_of(0)) == lost
+
+
+@pytest.mark.parametrize("vmm", [False, True], ids=["ipc", "vmm"])
+def test_an_engine_waits_until_memory_of_an_ipc_handle_may_be_freed(
+    double: Double, short_directory: Path, vmm: bool
+) -> None:
+    with (
+        SidecarProcess(double, short_directory) as sidecar,
+        rank_of(double, sidecar, vmm=vmm) as rank,
+    ):
+        rank.run("rank.randomize(1); rank.image()")  # It has run before copies are held.
+        double.page.hold = 1
+        rank.run("rank.begin_store(1, b'k' * 32, [3])")
+        wait_until(lambda: double.process(sidecar.pid).inflight_bytes[1] > 0)
+        waits = rank.run(
+            "import threading\n"
+            "closing = threading.Thread(target=rank.role.close)\n"
+            "closing.start(); closing.join(0.5); result = closing.is_alive()"
+        )
+        # Memory behind a descriptor stays as long as somebody maps it.
+        assert waits is not vmm
+        double.page.hold = 0
+        rank.run("closing.join(60)")
+        assert vmm or "import" not in sidecar.left
+        rank.run("rank.close()")
