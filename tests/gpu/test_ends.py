@@ -98,7 +98,8 @@ def test_an_engine_waits_until_memory_of_an_ipc_handle_may_be_freed(
         waits = rank.run(
             "import threading\n"
             "closing = threading.Thread(target=rank.role.close)\n"
-            "closing.start(); closing.join(0.5); result = closing.is_alive()"
+            "closing.start(); closing.join(seconds); result = closing.is_alive()",
+            seconds=60.0 if vmm else 0.5,
         )
         # Memory behind a descriptor stays as long as somebody maps it.
         assert waits is not vmm
