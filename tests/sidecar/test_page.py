@@ -410,6 +410,33 @@ def test_it_asks_for_the_token(browser: Browser, short_directory: Path) -> None:
         page.wait_for_selector("body[data-rounds]")
         assert page.locator("main").is_visible()
         assert "the-right-token-of-it" not in page.content()
+        # As after a change of the token: it stayed green.
+        page.route("**/status", lambda route: route.fulfill(status=401))
+        page.get_by_label("Token", exact=True).wait_for()
+        assert page.locator("#state").inner_text() == "the sidecar asks for its token"
+        assert page.title() == f"no answer - kvlake {page.locator('#name').inner_text()}"
+
+
+def test_transfers_of_a_restarted_sidecar_are_drawn(opened: Callable[..., Page]) -> None:
+    """It counts from 1, and the page asked for those after the last of the one before."""
+    from playwright.sync_api import expect
+
+    page = opened()
+    now = time.time()
+    one = {"kind": "load", "model": "m", "seconds": 1, "num_bytes": 1, "about": "", "cause": ""}
+
+    def answer(after: int, last: int) -> dict[str, Any]:
+        numbers = range(after + 1, last + 1)
+        transfers = [one | {"number": number, "began": now - 5} for number in numbers]
+        return {"transfers": transfers, "last": last, "now": now}
+
+    page.route("**/transfers?after=0", lambda route: route.fulfill(json=answer(0, 7)))
+    page.reload()
+    bars = page.locator("#stream rect")
+    expect(bars).to_have_count(7, timeout=1000 * WAIT_SECONDS_MAX)
+    page.route("**/transfers?*", lambda route: route.fulfill(json=answer(3, 3)))
+    page.route("**/transfers?after=0", lambda route: route.fulfill(json=answer(0, 3)))
+    expect(bars).to_have_count(3, timeout=1000 * WAIT_SECONDS_MAX)
 
 
 def test_the_file_is_small_and_locked(sidecar: RunningSidecar) -> None:
