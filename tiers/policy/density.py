@@ -40,7 +40,7 @@ from tiers.policy.reuse import (
     USES,
     ReuseSample,
     age_of,
-    compact,
+    without_gaps,
 )
 
 NEW_TOKENS: Final = (1_000, 3_000, 8_000, 24_000)
@@ -243,7 +243,7 @@ class DensityPolicy:
 
     def _forget(self) -> None:
         """Forget the older half of the remembered keys, as the other half is full."""
-        self._old, self._young = compact(self._young), {}
+        self._old, self._young = without_gaps(self._young), {}
 
     # --- entries -------------------------------------------------------------------------------
 

@@ -59,7 +59,7 @@ AGE_ENDS: Final = (
 """The last use of each age, counted from 1."""
 
 
-def compact(words: dict[int, int]) -> dict[int, int]:
+def without_gaps(words: dict[int, int]) -> dict[int, int]:
     """The same without the room that removed keys left, unless that would take long."""
     if len(words) > COMPACTED_MAX:
         return words
@@ -111,7 +111,7 @@ class ReuseSample:
         size = max(SAMPLED_MIN, span >> self._bits)
         if 2 * len(self._young) > size:
             self._given_up += _by_age(self._old, now)
-            self._old, self._young = compact(self._young), {}
+            self._old, self._young = without_gaps(self._young), {}
         size = max(1, capacity >> self._bits)
         while len(self._lru) > size:
             self._lru.popitem(last=False)
