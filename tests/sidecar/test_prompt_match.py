@@ -111,6 +111,7 @@ def test_a_prompt_that_is_cached(sidecar: RunningSidecar, explain: Explained) ->
         # Shorter than a block.
         (realm,) = explain.realms(PROMPT[: BLOCK_TOKENS - 1])
         assert (realm["runs"], realm["found_tokens"]) == ([], 0)
+    sidecar.wait_until(lambda now: not now["sessions"])
     (realm,) = explain.realms(PROMPT)
     assert not realm["attached"]
 
@@ -210,6 +211,7 @@ def test_another_adapter(sidecar: RunningSidecar, explain: Explained) -> None:
 def test_another_dtype(sidecar: RunningSidecar, explain: Explained) -> None:
     with Worker(sidecar.path, namespace=WIDE, engine_id="wide") as wide:
         store(wide, PROMPT, namespace=WIDE)
+    sidecar.wait_until(lambda now: not now["sessions"])
     with Worker(sidecar.path) as worker:
         store(worker, PROMPT[:CHUNK])
         text = explain(PROMPT)
