@@ -372,12 +372,11 @@ class HostTier:
         # bytes as the slot has: else the memory of a model that is not used any more would never
         # be another's. But not while much is free that is of no use, because a slot of its slab is
         # needed.
-        same_size = self._victim(slot_bytes=slot_bytes)
         moves = self.slots.free_bytes() < self.slots.size_bytes * UNUSABLE_SHARE_MAX
         left = slot_bytes if moves else 0
         for evictions_left in reversed(range(EVICTIONS_PER_SLOT_MAX)):
-            others = left > 0 and evictions_left
-            victim = self._victim() if others or same_size is None else same_size
+            of_the_size = left <= 0 or not evictions_left
+            victim = (of_the_size and self._victim(slot_bytes=slot_bytes)) or self._victim()
             if victim is None:
                 return None
             left -= victim.realm.chunk_bytes

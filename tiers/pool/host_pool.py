@@ -285,7 +285,8 @@ class HostPool:
 
     def free_bytes(self) -> int:
         """Bytes in no allocated slot. The end of a free range may be too short for a slot."""
-        return self.size_bytes - self.stats().used_bytes
+        used_bytes = sum(one.slot_bytes * one.used for one in self._classes.values())
+        return self.size_bytes - used_bytes
 
     def pieces(self) -> range:
         """What `populate` takes, for all of the file."""
