@@ -180,7 +180,7 @@ class SidecarCache:
             for command in queue:
                 match command:
                     case Gather():
-                        ended: Copied | ReadDone | Written = Copied(command.copy_id, Outcome.OK)
+                        ended: Copied | ReadDone | Written = Copied([command.copy_id], Outcome.OK)
                     case Write():
                         self._parents[command.key] = command.parent
                         ended = Written(command.write_id, StoreOutcome.OK, 1, len(self.reads))

@@ -91,9 +91,10 @@ class Received(msgspec.Struct, frozen=True):
 
 
 class Copied(msgspec.Struct, frozen=True):
-    """A `Gather` or `Scatter` ended; its slot and blocks are not used any more."""
+    """Some `Gather` or `Scatter` of one job ended; their slots and blocks are not used any more."""
 
-    copy_id: int
+    copy_ids: Sequence[int]
+    """At least one."""
     outcome: Outcome
     """OK, CORRUPT, REVOKED, EXPIRED (it had not started by its deadline) or FAILED."""
     detail: str = ""

@@ -201,7 +201,7 @@ class Jobs(CorePart):
             made = self._host.reserve(segment, Cause.GATHER, retention)
         if made is not Reservation.MADE:
             if admitted:
-                self._give_back(job, cost, storing)
+                self._give_back(job, cost, 1, storing)
             self._directory.drop_if_unused(chunk)
             # A refusal is no fault: there is nothing to copy.
             return Outcome.OK if made is Reservation.REFUSED else Outcome.FULL
@@ -228,24 +228,26 @@ class Jobs(CorePart):
         copy.job.running += 1
         self._emit(copy.command)
 
-    def _give_back(self, job: Job, cost: int, storing: int) -> None:
+    def _give_back(self, job: Job, cost: int, copies: int, storing: int) -> None:
         session_id, shares = job.session.session_id, self._shares
         shares.memory.give(session_id, cost)
-        shares.copies.give(session_id, 1)
+        shares.copies.give(session_id, copies)
         if storing:
             shares.storing.give(session_id, storing)
 
     def copied(self, event: Copied, now: float) -> Job | None:
-        """A copy ended: its slot and blocks are not used any more."""
-        copy = self._running.pop(event.copy_id)
-        job = copy.job
-        self._give_back(job, copy.cost, copy.storing)
-        if isinstance(copy.command, Scatter):
-            outcome = self._scattered(copy, copy.command, event.outcome)
-        else:
-            outcome = self._gathered(copy, copy.command, event.outcome, now)
-        job.outcomes.add(outcome)
-        job.running -= 1
+        """Copies of a job ended: their slots and blocks are not used any more."""
+        copies = [self._running.pop(copy_id) for copy_id in event.copy_ids]
+        job = copies[0].job
+        cost, storing = sum(copy.cost for copy in copies), sum(copy.storing for copy in copies)
+        self._give_back(job, cost, len(copies), storing)
+        for copy in copies:
+            if isinstance(copy.command, Scatter):
+                outcome = self._scattered(copy, copy.command, event.outcome)
+            else:
+                outcome = self._gathered(copy, copy.command, event.outcome, now)
+            job.outcomes.add(outcome)
+        job.running -= len(copies)
         return self._ended(job)
 
     def _scattered(self, copy: RunningCopy, command: Scatter, outcome: Outcome) -> Outcome:

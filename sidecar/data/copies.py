@@ -237,14 +237,15 @@ def gather_group(group: CopyGroup, pool: Memory) -> list[Copied]:
                 _logger.error(  # noqa: TRY400
                     "gather failed", extra=fields(key=command.key, traceback=traceback_end(error))
                 )
-                ended.append(Copied(command.copy_id, Outcome.FAILED, str(error)))
+                ended.append(Copied([command.copy_id], Outcome.FAILED, str(error)))
             else:
                 copied.append((command, hasher.digest()))
     for command, checksum in copied:
         template = templates[len(command.block_ids)]
         slot = pool[command.slot : command.slot + template.image_bytes]
         template.seal(slot, command.key, command.parent, command.token_ids, checksum=checksum)
-        ended.append(Copied(command.copy_id, Outcome.OK))
+    if copied:
+        ended.append(Copied([command.copy_id for command, _ in copied], Outcome.OK))
     return ended
 
 
@@ -267,12 +268,11 @@ def scatter_group(group: CopyGroup, pool: Memory) -> list[Copied]:
                 corrupt[command.copy_id] = str(error)
     if not corrupt:
         return group.all_ended(Outcome.OK)
-    return [
-        Copied(command.copy_id, Outcome.CORRUPT, corrupt[command.copy_id])
-        if command.copy_id in corrupt
-        else Copied(command.copy_id, Outcome.FAILED, "another chunk of the job is corrupt")
-        for command in commands
-    ]
+    ended = [Copied([copy_id], Outcome.CORRUPT, why) for copy_id, why in corrupt.items()]
+    others = [one.copy_id for one in commands if one.copy_id not in corrupt]
+    if others:
+        ended.append(Copied(others, Outcome.FAILED, "another chunk of the job is corrupt"))
+    return ended
 
 
 def _finish_scatter(group: CopyGroup, command: Scatter, pool: Memory, transfer: Transfer) -> None:

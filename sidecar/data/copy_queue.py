@@ -91,7 +91,7 @@ class CopyGroup:
 
     def all_ended(self, outcome: Outcome, detail: str = "") -> list[Copied]:
         """The same outcome for every command."""
-        return [Copied(command.copy_id, outcome, detail) for command in self.commands]
+        return [Copied([command.copy_id for command in self.commands], outcome, detail)]
 
 
 class _RoundRobin:

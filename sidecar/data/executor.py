@@ -159,8 +159,8 @@ class Executor:
         first = commands[0]
         session = self._sessions.get(first.session_id)
         if session is None or session.memory is None:
-            for command in commands:
-                self._feed(Copied(command.copy_id, Outcome.REVOKED, "the session ended"))
+            copy_ids = [command.copy_id for command in commands]
+            self._feed(Copied(copy_ids, Outcome.REVOKED, "the session ended"))
             return
         loading = isinstance(first, Scatter)
         seconds = self._limits.load_deadline if loading else self._limits.store_deadline

@@ -85,8 +85,8 @@ class Bench:
         return CopyGroup(self.session, self.memory, self.rank, commands, time.monotonic() + seconds)
 
     async def wait(self, count: int) -> dict[int, Outcome]:
-        await until(lambda: len(self.ended) >= count)
-        return {event.copy_id: event.outcome for event in self.ended}
+        await until(lambda: sum(len(event.copy_ids) for event in self.ended) >= count)
+        return {one: event.outcome for event in self.ended for one in event.copy_ids}
 
 
 @contextmanager

@@ -278,21 +278,23 @@ class EngineModel(RuleBasedStateMachine):
             if (*scheduler.engine, lease_id) == name:
                 del self.leases[owner, lease_id]
 
-    def end_copy(self, copy_id: int, outcome: Outcome) -> None:
-        scatter = self.world.scatters.get(copy_id)
+    def end_copies(self, copy_ids: Sequence[int], outcome: Outcome) -> None:
+        """Copies of one job end; only one of them, if it is corrupt."""
+        scatter = self.world.scatters.get(copy_ids[0])
         buried = None
         if scatter is not None and outcome is Outcome.CORRUPT:
             buried = (scatter.realm_id, scatter.key)
         for (session_id, job_id), job in list(self.jobs.items()):
-            if copy_id in job.copies:
-                job.copies.remove(copy_id)
+            ended = job.copies.intersection(copy_ids)
+            if ended:
+                job.copies -= ended
                 gathered_corrupt = not job.loading and outcome is Outcome.CORRUPT
-                job.results.append(Outcome.FAILED if gathered_corrupt else outcome)
+                job.results += [Outcome.FAILED if gathered_corrupt else outcome] * len(ended)
                 if job.loading and not job.copies:
                     self.rank_finished(session_id, job_id)
                 if not job.copies and session_id not in self.world.sessions:
                     del self.jobs[session_id, job_id]
-        self.absorb(self.world.copied(copy_id, outcome), buried=buried)
+        self.absorb(self.world.copied(*copy_ids, outcome=outcome), buried=buried)
 
     # --- leases and lookups ---------------------------------------------------------------------
 

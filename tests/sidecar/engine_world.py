@@ -131,16 +131,18 @@ class World(Watched):
             if found and content.retention.expires_at > self.now:
                 self.coming.add(slot)
 
-    def copied(self, copy_id: int, outcome: Outcome = Outcome.OK) -> list[Command]:
-        scatter = self.scatters.pop(copy_id, None)
-        if scatter is None:
-            gather = self.gathers.pop(copy_id)
-            self.content[gather.slot].sealed = outcome is Outcome.OK
-        elif outcome is Outcome.CORRUPT:
-            self._bury(self.content[scatter.slot])
-        elif outcome is Outcome.OK and scatter.verify:
-            self.content[scatter.slot].verified = True
-        return self.send(Copied(copy_id, outcome))
+    def copied(self, *copy_ids: int, outcome: Outcome = Outcome.OK) -> list[Command]:
+        """Copies of one job end."""
+        for copy_id in copy_ids:
+            scatter = self.scatters.pop(copy_id, None)
+            if scatter is None:
+                gather = self.gathers.pop(copy_id)
+                self.content[gather.slot].sealed = outcome is Outcome.OK
+            elif outcome is Outcome.CORRUPT:
+                self._bury(self.content[scatter.slot])
+            elif outcome is Outcome.OK and scatter.verify:
+                self.content[scatter.slot].verified = True
+        return self.send(Copied(copy_ids, outcome))
 
     def written(self, write_id: int, outcome: StoreOutcome = StoreOutcome.OK) -> list[Command]:
         write = self.writes.pop(write_id)
@@ -269,8 +271,11 @@ class World(Watched):
     def settle(self) -> None:
         """Let everything that runs end well."""
         while self.running():
-            for copy_id in [*self.gathers, *self.scatters]:
-                self.copied(copy_id)
+            jobs: dict[tuple[int, int], list[int]] = {}
+            for copy in [*self.gathers.values(), *self.scatters.values()]:
+                jobs.setdefault((copy.session_id, copy.job_id), []).append(copy.copy_id)
+            for copy_ids in jobs.values():
+                self.copied(*copy_ids)
             for write_id in list(self.writes):
                 self.written(write_id)
             for read_id in list(self.reads):

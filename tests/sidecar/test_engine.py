@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+
 import pytest
 
 from sidecar.core.commands import (
@@ -15,6 +18,7 @@ from sidecar.core.commands import (
     Tick,
     Written,
 )
+from sidecar.core.retention import FOR_EVER
 from sidecar.protocol import (
     Lookup,
     Outcome,
@@ -23,6 +27,7 @@ from sidecar.protocol import (
 from tests.sidecar.engine_answers import answer, done, messages, only
 from tests.sidecar.engine_names import EPOCH, RANK_0, key, release
 from tests.sidecar.worlds import looking, make_world, no_writes
+from tiers.policy.density import DensityPolicy
 
 
 def test_copies_of_a_closed_session_go_on() -> None:
@@ -41,13 +46,29 @@ def test_copies_that_end_at_once_are_answered_and_indexed_together() -> None:
     for gather in gathers:
         world.content[gather.slot].sealed = True
         del world.gathers[gather.copy_id]
-    commands = world.engine.handle_all(
-        [Copied(gather.copy_id, Outcome.OK) for gather in gathers], world.now
-    )
+    ended = Copied([gather.copy_id for gather in gathers], Outcome.OK)
+    commands = world.engine.handle(ended, world.now)
     world.note(commands)
     indexed = [IndexSet(0, key(number), in_host=True, in_store=False) for number in (1, 2)]
     assert commands[:2] == indexed
     assert messages(commands, worker) == done(1, Outcome.OK)
+
+
+def test_chunks_need_no_garbage_collector() -> None:
+    """A collection looks at all that it knows of, and holds up the event loop and every copy."""
+    world = no_writes(policy=DensityPolicy())
+    worker = world.open(Role.WORKER)
+    world.stored(worker, 1, [1])
+    chunk = world.engine.directory.realms[0].chunks[key(1)]
+    (segment,) = chunk.segments
+    gc.collect()  # It takes tuples of what it need not follow off its lists.
+    assert not any(map(gc.is_tracked, (chunk, segment, chunk.segments)))
+    assert chunk.retention is FOR_EVER
+    for number in range(2, 20):
+        world.stored(worker, number, [number])
+    assert chunk.detached
+    assert chunk.segments == (), "it and its segment would never be freed"
+    assert sys.getrefcount(segment) == 2
 
 
 def test_events_of_unknown_sessions_are_counted() -> None:
@@ -106,7 +127,7 @@ def test_clear_gives_every_slot_back() -> None:
 
 def test_an_ending_that_nobody_waits_for_is_a_bug() -> None:
     world = make_world()
-    for event in (Copied(1, Outcome.OK), Written(1, StoreOutcome.OK)):
+    for event in (Copied([1], Outcome.OK), Written(1, StoreOutcome.OK)):
         with pytest.raises(KeyError):
             world.engine.handle(event, 0.0)
 

@@ -203,8 +203,8 @@ class EngineMachine(EngineModel):
             self.submitted(session_id, job_id, chunks, commands)
             copies = list(self.jobs[session_id, job_id].copies)
             self.absorb(commands)
-            for copy_id in copies:
-                self.end_copy(copy_id, Outcome.OK)
+            if copies:
+                self.end_copies(copies, Outcome.OK)
 
     @precondition(lambda self: self.has_scheduler)
     @rule(pick=PICK, chunks=CHUNKS, twice=st.booleans())
@@ -238,9 +238,15 @@ class EngineMachine(EngineModel):
         self.load(choose(self.sessions(Role.WORKER), pick_worker), job_id, chunks)
 
     @precondition(lambda self: self.world.gathers or self.world.scatters)
-    @rule(pick=PICK, outcome=COPY_OUTCOMES)
-    def copy_ends(self, pick: int, outcome: Outcome) -> None:
-        self.end_copy(choose([*self.world.gathers, *self.world.scatters], pick), outcome)
+    @rule(pick=PICK, outcome=COPY_OUTCOMES, others_too=st.booleans())
+    def copy_ends(self, pick: int, outcome: Outcome, *, others_too: bool) -> None:
+        copies = {**self.world.gathers, **self.world.scatters}
+        one = copies[choose(list(copies), pick)]
+        ended = [one.copy_id]
+        if others_too and outcome is not Outcome.CORRUPT:
+            job = (one.session_id, one.job_id)
+            ended = [n for n, copy in copies.items() if (copy.session_id, copy.job_id) == job]
+        self.end_copies(ended, outcome)
 
     # --- leases, lookups, and what is kept ------------------------------------------------------
 
@@ -431,7 +437,7 @@ class EngineMachine(EngineModel):
                 # Writing pauses after failures.
                 self.tick(10.0)
             elif self.world.gathers or self.world.scatters:
-                self.copy_ends(0, Outcome.OK)
+                self.copy_ends(0, Outcome.OK, others_too=True)
             elif self.world.writes:
                 self.write_ends(0, StoreOutcome.OK)
             else:

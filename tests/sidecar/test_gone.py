@@ -162,7 +162,7 @@ def test_a_damaged_chunk_is_not_remembered() -> None:
     world.stored(worker, 1, [1])
     world.load(worker, 2, [1])
     [scatter] = world.scatters
-    assert gone(world.copied(scatter, Outcome.CORRUPT)) == {key(1): None}
+    assert gone(world.copied(scatter, outcome=Outcome.CORRUPT)) == {key(1): None}
 
 
 def test_a_chunk_that_left_the_store() -> None:

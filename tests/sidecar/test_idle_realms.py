@@ -87,7 +87,7 @@ def test_a_zombies_realm_stays_until_its_slot_is_free() -> None:
     world.load(worker, 2, [1])
     world.load(worker, 3, [1])
     first, second = world.scatters
-    world.copied(first, Outcome.CORRUPT)
+    world.copied(first, outcome=Outcome.CORRUPT)
     leave(world)
     assert len(world.engine.host.zombies) == 1
     assert not gone(world)

@@ -133,7 +133,7 @@ def test_store_that_fails(outcome: Outcome, expected: Outcome, counter: str) -> 
     world = make_world()
     worker = world.open(Role.WORKER)
     [gather] = only(world.store(worker, 1, [1]), Gather)
-    commands = world.copied(gather.copy_id, outcome)
+    commands = world.copied(gather.copy_id, outcome=outcome)
     assert messages(commands, worker) == done(1, expected)
     assert getattr(world.engine.counters, counter) == 1
     assert not world.slots.used
@@ -216,8 +216,8 @@ def test_worst_outcome_of_a_load_is_its_outcome() -> None:
     worker = world.open(Role.WORKER)
     world.stored(worker, 1, [1, 2, 3])
     scatters = only(world.load(worker, 2, [1, 2, 3]), Scatter)
-    world.copied(scatters[0].copy_id, Outcome.REVOKED)
-    world.copied(scatters[1].copy_id, Outcome.FAILED)
+    world.copied(scatters[0].copy_id, outcome=Outcome.REVOKED)
+    world.copied(scatters[1].copy_id, outcome=Outcome.FAILED)
     assert messages(world.copied(scatters[2].copy_id), worker) == done(2, Outcome.FAILED)
     assert world.engine.counters.loads_failed == 1
 
@@ -229,7 +229,7 @@ def test_corrupt_slot_is_quarantined_while_another_copy_runs_on_it() -> None:
     world.stored(worker, 1, [1])
     world.settle()
     first, second = (only(world.load(worker, job, [1]), Scatter)[0] for job in (2, 3))
-    commands = world.copied(first.copy_id, Outcome.CORRUPT)
+    commands = world.copied(first.copy_id, outcome=Outcome.CORRUPT)
     # What the store holds was written before, and is verified when it is read.
     assert only(commands, IndexSet) == [IndexSet(0, key(1), in_host=False, in_store=True)]
     removed = Events(EPOCH, [], [RemovedEvent(key(1), "host")])
@@ -253,8 +253,8 @@ def test_a_load_with_one_corrupt_chunk_is_corrupt_once_all_its_copies_ended(
     world.stored(worker, 1, [1, 2])
     first, second = only(world.load(worker, 2, [1, 2]), Scatter)
     others = {Outcome.OK: Outcome.CORRUPT, Outcome.CORRUPT: Outcome.OK}
-    assert messages(world.copied(first.copy_id, first_outcome), worker) == []
-    commands = world.copied(second.copy_id, others[first_outcome])
+    assert messages(world.copied(first.copy_id, outcome=first_outcome), worker) == []
+    commands = world.copied(second.copy_id, outcome=others[first_outcome])
     assert messages(commands, worker) == done(2, Outcome.CORRUPT)
     assert world.engine.counters.loads_corrupt == 1
 
@@ -264,7 +264,7 @@ def test_zombie_is_freed_when_the_last_of_its_copies_ended() -> None:
     worker = world.open(Role.WORKER)
     world.stored(worker, 1, [1])
     scatters = [only(world.load(worker, job, [1]), Scatter)[0] for job in (2, 3, 4)]
-    world.copied(scatters[0].copy_id, Outcome.CORRUPT)
+    world.copied(scatters[0].copy_id, outcome=Outcome.CORRUPT)
     world.copied(scatters[1].copy_id)
     assert len(world.slots.used) == 1
     world.copied(scatters[2].copy_id)
@@ -276,9 +276,9 @@ def test_chunk_can_be_stored_again_beside_its_zombie() -> None:
     worker = world.open(Role.WORKER)
     world.stored(worker, 1, [1])
     first, second = (only(world.load(worker, job, [1]), Scatter)[0] for job in (2, 3))
-    world.copied(first.copy_id, Outcome.CORRUPT)
+    world.copied(first.copy_id, outcome=Outcome.CORRUPT)
     world.stored(worker, 4, [1])
-    world.copied(second.copy_id, Outcome.CORRUPT)
+    world.copied(second.copy_id, outcome=Outcome.CORRUPT)
     assert world.index == {(0, key(1)): (True, False)}
     assert world.engine.counters.quarantined_host == 1
 
@@ -289,7 +289,7 @@ def test_store_of_a_chunk_that_is_quarantined_meanwhile_fails() -> None:
     world.stored(workers[0], 1, [1])
     [gather] = only(world.store(workers[1], 1, [1]), Gather)
     [scatter] = only(world.load(workers[0], 2, [1]), Scatter)
-    world.copied(scatter.copy_id, Outcome.CORRUPT)
+    world.copied(scatter.copy_id, outcome=Outcome.CORRUPT)
     assert messages(world.copied(gather.copy_id), workers[1]) == done(1, Outcome.FAILED)
     assert not world.slots.used
 
@@ -307,7 +307,7 @@ def test_lease_ends_when_all_ranks_of_the_engine_finished() -> None:
         world.copied(scatter.copy_id)
     assert len(world.engine.leases) == 1
     [scatter] = only(world.load(workers[1], 9, [1]), Scatter)
-    world.copied(scatter.copy_id, Outcome.REVOKED)
+    world.copied(scatter.copy_id, outcome=Outcome.REVOKED)
     assert len(world.engine.leases) == 0
 
 

@@ -318,7 +318,7 @@ def test_lookup_waits_for_a_store_under_way_and_reads_if_it_fails() -> None:
     world.listed({1: RANK_0})
     [gather] = only(world.store(worker, 1, [1]), Gather)
     assert not world.look_up(scheduler, 1, [1])
-    [read] = only(world.copied(gather.copy_id, Outcome.REVOKED), Read)
+    [read] = only(world.copied(gather.copy_id, outcome=Outcome.REVOKED), Read)
     commands = world.read_done(read.read_id)
     assert messages(commands, scheduler) == answer(1, 1, Outcome.OK)
 
@@ -341,7 +341,7 @@ def test_lookup_waits_no_longer_for_a_chunk_found_corrupt() -> None:
     world.listed({2: RANK_0})
     [read] = only(world.look_up(scheduler, 1, [1, 2]), Read)
     [scatter] = only(world.load(worker, 2, [1]), Scatter)
-    world.copied(scatter.copy_id, Outcome.CORRUPT)
+    world.copied(scatter.copy_id, outcome=Outcome.CORRUPT)
     commands = world.read_done(read.read_id)
     assert messages(commands, scheduler) == answer(1, 0, Outcome.CORRUPT)
 

@@ -156,7 +156,7 @@ def test_a_corrupt_chunk_goes_all_the_same() -> None:
     world.stored(worker, 1, [1])
     world.pin(scheduler, [1], 10)
     world.load(worker, 2, [1])
-    told = world.copied(next(iter(world.scatters)), Outcome.CORRUPT)
+    told = world.copied(next(iter(world.scatters)), outcome=Outcome.CORRUPT)
     assert messages(told, worker) == done(2, Outcome.CORRUPT)
     assert not world.index
     world.now = 11.0
@@ -179,7 +179,7 @@ def test_what_is_gone_is_charged_to_nobody(gone: str) -> None:
         world.send(Tick())
     else:
         world.load(worker, 2, [1])
-        world.copied(next(iter(world.scatters)), Outcome.CORRUPT)
+        world.copied(next(iter(world.scatters)), outcome=Outcome.CORRUPT)
     shares = world.engine.shares
     assert [one.chunk.key for one in world.engine.request_pins] == [key(2)]
     assert (shares.request_pins.used, shares.pinned.used) == (SLOT, SLOT)

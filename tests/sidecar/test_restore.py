@@ -81,7 +81,7 @@ def test_listeners_are_told() -> None:
     ]
     told.clear()
     [scatter] = only(world.load(worker, 5, [1]), Scatter)
-    world.copied(scatter.copy_id, Outcome.CORRUPT)
+    world.copied(scatter.copy_id, outcome=Outcome.CORRUPT)
     assert [event for one in told for event in one.removed] == [RemovedEvent(key(1), "host")]
     assert (0, key(1)) not in world.index
 
@@ -108,7 +108,7 @@ def test_what_was_not_whole_does_not_come_back() -> None:
     world.look_up(scheduler, 1, [7])
     world.store(worker, 2, [5])
     scatters = only(world.load(worker, 3, [1]) + world.load(worker, 4, [1]), Scatter)
-    world.copied(scatters[0].copy_id, Outcome.CORRUPT)
+    world.copied(scatters[0].copy_id, outcome=Outcome.CORRUPT)
     assert len(world.engine.host.zombies) == 1
     assert len(world.reads) == len(world.gathers) == 1
     world.restart(StrictLRU())

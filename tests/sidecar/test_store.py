@@ -95,7 +95,7 @@ def test_write_of_a_chunk_found_corrupt_is_not_vouched_for() -> None:
     worker = world.open(Role.WORKER)
     world.stored(worker, 1, [1])
     [scatter] = only(world.load(worker, 2, [1]), Scatter)
-    world.copied(scatter.copy_id, Outcome.CORRUPT)
+    world.copied(scatter.copy_id, outcome=Outcome.CORRUPT)
     world.settle()
     assert not world.index
 

@@ -30,7 +30,7 @@ def test_restored_chunk_is_verified_at_its_first_use() -> None:
     assert [verified(world, worker, 1, job) for job in (1, 2, 3)] == [True, False, False]
     # A first use that failed does not count.
     [scatter] = only(world.load(worker, 4, [2]), Scatter)
-    world.copied(scatter.copy_id, Outcome.REVOKED)
+    world.copied(scatter.copy_id, outcome=Outcome.REVOKED)
     assert [verified(world, worker, 2, job) for job in (5, 6)] == [True, False]
     world.stored(worker, 7, [3])
     assert not verified(world, worker, 3, 8)

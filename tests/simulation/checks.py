@@ -96,7 +96,8 @@ class Checks:
         allocate, free, reserve = slots.allocate, slots.free, engine.host.reserve
 
         def handled(events: Sequence[Event], now: float) -> list[Command]:
-            works = [self._before(process, event) for event in events]
+            told = [one for event in events for one in _one_by_one(event)]
+            works = [self._before(process, event) for event in told]
             self._handling = True
             commands = handle(events, now)
             self._handling = False
@@ -107,9 +108,9 @@ class Checks:
                     f"{', '.join(map(brief, events))} -> {', '.join(map(brief, commands)) or '-'}"
                 ),
             )
-            for event, work in zip(events, works, strict=True):
+            for event, work in zip(told, works, strict=True):
                 # Nobody knows which of them a command is for, so all count as those of the first.
-                first = event is events[0]
+                first = event is told[0]
                 self._after(process, event, work, commands if first else [], now)
             return commands
 
@@ -172,7 +173,8 @@ class Checks:
         self.balance.begins(process, event)
         match event:
             case Copied():
-                work = self._ended("copy", event.copy_id)
+                (copy_id,) = event.copy_ids
+                work = self._ended("copy", copy_id)
                 assert isinstance(work, Gather | Scatter)
                 self._copied(process, work, event)
             case Written():
@@ -374,6 +376,13 @@ class Checks:
             for session_id, left in cast("dict[int, Any]", waiting).items():
                 if left:
                     raise Violation(f"every {what} is answered", f"{session_id}: {sorted(left)}")
+
+
+def _one_by_one(event: Event) -> list[Event]:
+    """An event for each copy, where one tells of several."""
+    if isinstance(event, Copied):
+        return [Copied([one], event.outcome, event.detail) for one in event.copy_ids]
+    return [event]
 
 
 def vars_of(counters: Any) -> dict[str, int]:

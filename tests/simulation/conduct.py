@@ -182,7 +182,8 @@ class Conduct:
                     asked.ready.add(piece.key)
 
     def _ended(self, process: SidecarProcess, event: Copied, work: Work | None) -> None:
-        name, chunk = self._job_of.pop(event.copy_id, None), self._chunk_of.pop(event.copy_id, None)
+        (copy_id,) = event.copy_ids
+        name, chunk = self._job_of.pop(copy_id, None), self._chunk_of.pop(copy_id, None)
         asked = self._jobs.get(name) if name is not None else None
         if asked is not None:
             assert name is not None

@@ -84,7 +84,7 @@ WORK = (
         "a revoked job is answered as done",
         "Copies._ended",
         "ended += copied",
-        "ended += [Copied(one.copy_id, Outcome.OK) "
+        "ended += [Copied(one.copy_ids, Outcome.OK) "
         "if one.outcome is Outcome.REVOKED else one for one in copied]",
         seed=4,
     ),
