@@ -9,30 +9,32 @@ of them. A `Chunk` exists while some of it is in host memory, on its way there, 
 
 Invariants: a segment changes state only in `Directory.move`, along `TRANSITIONS`; it has a slot
 unless it is ABSENT; a detached chunk (corrupt or expired) has only ABSENT and ZOMBIE segments; pins
-are a count beside the states, never a state.
+are a count beside the states, never a state; a chunk that left the directory loses its segments
+when the event ends.
+
+Python's garbage collector does not see chunks and segments (`gc=False`): with 250,000 of them, a
+collection held the event loop, and every copy thread, for half a second. Their only cycle, a chunk
+and its segments, is cut by hand.
 """
 
 import enum
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from sidecar.core.retention import FOR_EVER, Gone, Retention
 from sidecar.core.stored_table import Masks, StoredChunks, StoredColumns, distinct
-from tiers.kv.layout import ChunkLayout, Segment
-from tiers.kv.reshard import cover
+from tiers.kv.layout import ChunkLayout
+from tiers.kv.reshard import SegmentSources
 
 Flags = npt.NDArray[np.bool_]
 
 HISTORY_LINES_MAX: Final = 4096
 """Transitions of all chunks that are remembered, to explain an illegal one."""
-FOREIGN_MAX: Final = 32
-"""Segments of other parallel layouts in a realm: 1, 2, 4, 8 and 16 ranks have 31."""
-ANSWERS_MAX: Final = 4096
 ZERO_KEY: Final = bytes(32)
 
 
@@ -89,8 +91,7 @@ class IllegalTransition(Exception):  # a condition, as in h11 and distributed
     """A bug in the engine. The message contains the history of the chunk."""
 
 
-@dataclass(slots=True, eq=False)
-class HostSegment:
+class HostSegment(msgspec.Struct, eq=False, gc=False):
     """The part of a chunk that one rank holds. Compared by identity."""
 
     chunk: "Chunk"
@@ -111,8 +112,7 @@ class HostSegment:
         return self.chunk.realm.slot_bytes[self.rank]
 
 
-@dataclass(slots=True, eq=False)
-class Chunk:
+class Chunk(msgspec.Struct, eq=False, gc=False):
     """A chunk with something in host memory, or pinned. Compared by identity."""
 
     realm: "Realm"
@@ -133,10 +133,11 @@ class Chunk:
     detached: bool = False
     gone: Gone | None = Gone.EVICTED
     """Why it left host memory, once it has; None: nobody needs to know."""
-    segments: list[HostSegment] = field(init=False)
+    segments: tuple[HostSegment, ...] = ()
+    """One for each rank; none once it left the directory."""
 
     def __post_init__(self) -> None:
-        self.segments = [HostSegment(self, rank) for rank in range(self.realm.world_size)]
+        self.segments = tuple([HostSegment(self, rank) for rank in range(self.realm.world_size)])
 
     @property
     def loadable(self) -> bool:
@@ -159,77 +160,6 @@ class Chunk:
             if segment.state is not SegmentState.ABSENT:
                 return False
         return True
-
-
-class SegmentSources:
-    """What the bits of a realm's masks stand for, and which segments a mask provides.
-
-    Bit `r` of a mask below the world size is the segment of rank `r`; a higher bit is a segment of
-    another parallel layout of the model that the catalog named. A rank's own segment is read if the
-    store has it; else it is made from others that cover it.
-
-    Invariants: the meaning of a bit never changes; answers depend on the mask alone, so at most
-    `ANSWERS_MAX` of them are cached.
-    """
-
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-        self._own: list[Segment | None] = [None] * world_size
-        self._foreign: list[Segment] = []
-        self._full = (1 << world_size) - 1
-        self._sources: dict[int, tuple[tuple[int, ...], ...]] = {}
-        """By mask, the bits to read for each rank."""
-
-    @property
-    def known_mask(self) -> int:
-        """All bits with a meaning."""
-        return (1 << (self.world_size + len(self._foreign))) - 1
-
-    def register(self, rank: int, segment: Segment) -> None:
-        """Set the segment of a rank."""
-        self._own[rank] = segment
-        self._sources.clear()
-
-    def register_foreign(self, segments: Sequence[Segment]) -> None:
-        """Set the segments of other layouts, by bit from `world_size` on; the list only grows."""
-        if len(segments) > len(self._foreign):
-            self._foreign.extend(segments[len(self._foreign) : FOREIGN_MAX])
-            self._sources.clear()
-
-    def obtainable(self, mask: int) -> int:
-        """Ranks whose segment the segments in `mask` provide, as bits."""
-        own = mask & self._full
-        if own == mask or own == self._full:
-            return own
-        return sum(1 << rank for rank, found in enumerate(self._answer(mask)) if found)
-
-    def covers(self, mask: int) -> bool:
-        """Whether `mask` provides the segments of all ranks."""
-        return bool(mask) and self.obtainable(mask) == self._full
-
-    def sources(self, mask: int, rank: int) -> tuple[int, ...]:
-        """Bits of the segments to read for a rank: its own, or others; empty: not possible."""
-        return (rank,) if mask >> rank & 1 else self._answer(mask)[rank]
-
-    def _answer(self, mask: int) -> tuple[tuple[int, ...], ...]:
-        known = self._sources.get(mask)
-        if known is None:
-            if len(self._sources) >= ANSWERS_MAX:
-                self._sources.clear()
-            bits: dict[Segment, int] = {}
-            for bit, segment in enumerate((*self._own, *self._foreign)):
-                if segment is not None and mask >> bit & 1:
-                    bits.setdefault(segment, bit)
-            known = self._sources[mask] = tuple(
-                (rank,) if mask >> rank & 1 else _cover(target, bits)
-                for rank, target in enumerate(self._own)
-            )
-        return known
-
-
-def _cover(target: Segment | None, bits: dict[Segment, int]) -> tuple[int, ...]:
-    found = None if target is None else cover(target, bits)
-    return () if found is None else tuple(bits[segment] for segment in found)
 
 
 class Realm:
@@ -365,6 +295,8 @@ class Directory:
         # (realm_id, key) -> realm, and flags and chunk before this event.
         self._touched: dict[tuple[int, bytes], tuple[Realm, tuple[bool, bool], Chunk | None]] = {}
         self._unkept: dict[tuple[int, bytes], Chunk] = {}
+        self._removed: list[Chunk] = []
+        """Chunks that left in this event, with their segments."""
 
     @property
     def chunks_in_host(self) -> int:
@@ -397,8 +329,9 @@ class Directory:
     def _remove(self, chunk: Chunk) -> None:
         realm, key = chunk.realm, chunk.key
         del realm.chunks[key]
+        self._removed.append(chunk)
         chunk.detached = True
-        if not self._readable:
+        if not self._readable and realm.stored.mask(key):
             # Nobody tells this sidecar when the object is collected. It is written again.
             realm.stored.set(key, 0, 0)
 
@@ -485,6 +418,12 @@ class Directory:
             FlagChange(one.realm, one.key, one, now, now)
             for one, now in zip(chunks, flags, strict=True)
         ]
+
+    def free_removed(self) -> None:
+        """At the end of an event: take from chunks that left what refers back to them."""
+        for chunk in self._removed:
+            chunk.segments = ()
+        self._removed.clear()
 
     def history(self, realm_id: int, key: bytes) -> str:
         """The last transitions of a chunk."""

@@ -233,6 +233,7 @@ class Engine:
             self._notify(changes)
             for feed in self._event_feeds.values():
                 feed.changed(changes)
+        self.directory.free_removed()
 
     def _withdraw(self, names: Iterable[tuple[int, bytes]]) -> None:
         """Remove chunks that are in no tier from the shared index."""

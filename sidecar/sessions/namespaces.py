@@ -26,7 +26,6 @@ from typing import Final
 
 import msgspec
 
-from sidecar.core.directory import FOREIGN_MAX
 from sidecar.errors import AttachRefused
 from sidecar.protocol import Attach, tiers_owner
 from sidecar.sessions.model_names import model_name
@@ -35,7 +34,7 @@ from tiers.errors import LayoutError
 from tiers.kv.arrow_file import PAGE_BYTES, find_descriptor
 from tiers.kv.index import IndexWriter
 from tiers.kv.layout import Bytes, ChunkLayout, Segment
-from tiers.kv.reshard import overlap, refusal
+from tiers.kv.reshard import FOREIGN_MAX, overlap, refusal
 from tiers.kv.slot_image import SlotTemplates
 
 INDEX_ENTRIES_FIRST: Final = 1 << 12

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sidecar.core.commands import Read, StoreOutcome
-from sidecar.core.directory import SegmentSources
 from sidecar.data.read import SegmentReader, SourceError, is_damaged
 from sidecar.protocol import Role
 from sidecar.sessions.namespaces import RankLayout, Realms
@@ -22,6 +21,7 @@ from tests.sidecar.test_segment_sources import HEADS, LAYERS, grid, segment_sour
 from tiers.catalog.names import object_name
 from tiers.errors import ChunkMissing, ImageChecksumMismatch, ImageHeaderMismatch
 from tiers.kv.layout import ChunkLayout, Segment
+from tiers.kv.reshard import SegmentSources
 from tiers.kv.slot_image import SlotTemplates
 from tiers.store.object_tier import UrlObjects
 

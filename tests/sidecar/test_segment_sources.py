@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.core.directory import FOREIGN_MAX, SegmentSources
 from tiers.kv.layout import Segment
+from tiers.kv.reshard import FOREIGN_MAX, SegmentSources
 
 LAYERS, HEADS = 8, 8
 

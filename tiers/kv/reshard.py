@@ -10,7 +10,7 @@ all; `cover` returns sources that leave no hole.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Final
 
 import numpy as np
@@ -20,6 +20,9 @@ from tiers.kv.layout import Bytes, ChunkLayout, Plane, Segment, planes_of
 
 SOURCES_MAX: Final = 64
 """Sources of one target; with more, the chunk is a miss."""
+FOREIGN_MAX: Final = 32
+"""Segments of other parallel layouts in a realm: 1, 2, 4, 8 and 16 ranks have 31."""
+ANSWERS_MAX: Final = 4096
 
 
 def cover(target: Segment, available: Collection[Segment]) -> tuple[Segment, ...] | None:
@@ -164,3 +167,74 @@ def _runs(plane: Bytes, run: int) -> Bytes:
     """`[blocks, layers, heads, rows, runs, bytes]` with `run` groups in each, as a view."""
     *outer, groups, unit_bytes = plane.shape
     return plane.reshape(*outer, groups // run, run * unit_bytes)
+
+
+class SegmentSources:
+    """What the bits of a realm's masks stand for, and which segments a mask provides.
+
+    Bit `r` of a mask below the world size is the segment of rank `r`; a higher bit is a segment of
+    another parallel layout of the model that the catalog named. A rank's own segment is read if the
+    store has it; else it is made from others that cover it.
+
+    Invariants: the meaning of a bit never changes; answers depend on the mask alone, so at most
+    `ANSWERS_MAX` of them are cached.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._own: list[Segment | None] = [None] * world_size
+        self._foreign: list[Segment] = []
+        self._full = (1 << world_size) - 1
+        self._sources: dict[int, tuple[tuple[int, ...], ...]] = {}
+        """By mask, the bits to read for each rank."""
+
+    @property
+    def known_mask(self) -> int:
+        """All bits with a meaning."""
+        return (1 << (self.world_size + len(self._foreign))) - 1
+
+    def register(self, rank: int, segment: Segment) -> None:
+        """Set the segment of a rank."""
+        self._own[rank] = segment
+        self._sources.clear()
+
+    def register_foreign(self, segments: Sequence[Segment]) -> None:
+        """Set the segments of other layouts, by bit from `world_size` on; the list only grows."""
+        if len(segments) > len(self._foreign):
+            self._foreign.extend(segments[len(self._foreign) : FOREIGN_MAX])
+            self._sources.clear()
+
+    def obtainable(self, mask: int) -> int:
+        """Ranks whose segment the segments in `mask` provide, as bits."""
+        own = mask & self._full
+        if own == mask or own == self._full:
+            return own
+        return sum(1 << rank for rank, found in enumerate(self._answer(mask)) if found)
+
+    def covers(self, mask: int) -> bool:
+        """Whether `mask` provides the segments of all ranks."""
+        return bool(mask) and self.obtainable(mask) == self._full
+
+    def sources(self, mask: int, rank: int) -> tuple[int, ...]:
+        """Bits of the segments to read for a rank: its own, or others; empty: not possible."""
+        return (rank,) if mask >> rank & 1 else self._answer(mask)[rank]
+
+    def _answer(self, mask: int) -> tuple[tuple[int, ...], ...]:
+        known = self._sources.get(mask)
+        if known is None:
+            if len(self._sources) >= ANSWERS_MAX:
+                self._sources.clear()
+            bits: dict[Segment, int] = {}
+            for bit, segment in enumerate((*self._own, *self._foreign)):
+                if segment is not None and mask >> bit & 1:
+                    bits.setdefault(segment, bit)
+            known = self._sources[mask] = tuple(
+                (rank,) if mask >> rank & 1 else _cover(target, bits)
+                for rank, target in enumerate(self._own)
+            )
+        return known
+
+
+def _cover(target: Segment | None, bits: dict[Segment, int]) -> tuple[int, ...]:
+    found = None if target is None else cover(target, bits)
+    return () if found is None else tuple(bits[segment] for segment in found)

@@ -30,6 +30,8 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Final, TypeAlias
 
+import msgspec
+
 from tiers.policy.key import CacheKey, Left
 from tiers.policy.reuse import (
     AGE_ENDS,
@@ -76,28 +78,18 @@ _USED_AGAIN: Final = [min(kind % USES + 1, USES - 1) for kind in range(KINDS)] +
 """By kind, how a chunk counts after one more use."""
 
 
-class _Entry:
-    """A cached key in its chain."""
+class _Entry(msgspec.Struct, eq=False, gc=False):
+    """A cached key in its chain. Entries are in no cycle, so nothing collects them."""
 
-    __slots__ = ("children", "key", "kind", "last", "parent", "parent_key")
-
-    def __init__(
-        self,
-        key: CacheKey,
-        parent_key: CacheKey | None,
-        parent: "_Entry | None",
-        kind: int,
-        last: int,
-    ) -> None:
-        self.key = key
-        self.parent_key = parent_key if parent is None else parent.key
-        self.parent = parent
-        """Until that is removed."""
-        self.kind = kind
-        self.last = last
-        """When it was used last, or added."""
-        self.children = 0
-        """Cached keys that it precedes."""
+    key: CacheKey
+    parent_key: CacheKey | None
+    parent: "_Entry | None"
+    """Until that is removed."""
+    kind: int
+    last: int
+    """When it was used last, or added."""
+    children: int = 0
+    """Cached keys that it precedes."""
 
 
 _Place: TypeAlias = tuple[int, int, _Entry]
@@ -252,7 +244,7 @@ class DensityPolicy:
         if parent == key:
             parent = None
         above = None if parent is None else self._entries.get(parent)
-        entry = _Entry(key, parent, above, 0, self._now)
+        entry = _Entry(key, parent if above is None else above.key, above, 0, self._now)
         if self._entries.setdefault(key, entry) is not entry:
             raise KeyError(f"{key!r} was added twice")
         name = hash(key) & NAME_MASK
