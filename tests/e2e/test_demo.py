@@ -76,6 +76,9 @@ def test_every_scene_is_right(
 ) -> None:
     """In this process, so that its engines start warm. With an S3 server installed, and without."""
     monkeypatch.setattr("tempfile.tempdir", str(folder))
+    for name in ("no_proxy", "NO_PROXY"):
+        # Restored afterwards: the demo changes them.
+        monkeypatch.setenv(name, "")
     places.patch(monkeypatch, "has_s3_server", lambda: s3)
     assert main(["demo", "--json"]) == 0
     check(json.loads(capsys.readouterr().out))

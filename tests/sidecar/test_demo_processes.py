@@ -15,6 +15,7 @@ from sidecar.demo import scenes
 from sidecar.demo.processes import DemoSidecar, ProcessFailed
 from sidecar.exits import Exit
 from tests import places
+from tests.sidecar.prompt_records import standing_in
 
 DEAF = """
 import os, signal, sys, time
@@ -24,6 +25,13 @@ time.sleep(600)
 """
 SLOW = "import time; time.sleep(600)"
 FAILING = "print('no room')"
+
+
+@pytest.fixture(autouse=True)
+def restored_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo changes these."""
+    monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setenv("NO_PROXY", "")
 
 
 def sidecar_of(folder: Path, program: str) -> DemoSidecar:
@@ -73,6 +81,32 @@ def test_an_interrupt_stays_one_if_the_sidecar_does_not_end(
     with pytest.raises(KeyboardInterrupt), sidecar:
         interrupted()
     assert ended(sidecar) == -signal.SIGKILL
+
+
+def test_a_proxy_of_the_environment_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The demo failed: its sidecars were asked through the proxy."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda prefix: str(tmp_path / prefix))
+    server = standing_in(b"{}")
+    answers: list[object] = []
+
+    def run(demo: scenes.Demo) -> None:
+        sidecar = demo.new_sidecar("a", {})
+        sidecar.http_url = f"http://127.0.0.1:{server.server_address[1]}"
+        answers.append(sidecar.status())
+
+    monkeypatch.setattr(scenes.Demo, "run", run)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        main(["demo"])
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        server.shutdown()
+        server.server_close()
+    assert answers == [{}]
 
 
 @pytest.mark.parametrize("end", ["no start", "interrupt", "no answer", "killed"])
