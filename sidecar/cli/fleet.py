@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple, NotRequired, TypeAlias, TypedDict
+from urllib.parse import urlsplit
 
 import msgspec
 from rich.table import Table
@@ -34,9 +35,7 @@ VERSION_CHARACTERS_MAX: Final = 20
 CONTENTS_SECONDS: Final = 10.0
 """How old the sums of host memory may be: a sidecar walks over its chunks to make them."""
 _DNS: Final = "dns:"
-_ADDRESS: Final = re.compile(
-    r"(http://)?(?P<place>(\[[0-9a-fA-F:]+\]|[\w.-]+):(?P<port>\d{1,5}))/?"
-)
+_ADDRESS: Final = re.compile(r"(http://)?(?P<place>(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5})/?")
 _NO_VERSION: Final = "?"
 
 
@@ -270,25 +269,39 @@ def targets(text: str) -> list[str]:
     found: dict[str, None] = {}
     for number, line in enumerate(lines, 1):
         if place := line.partition("#")[0].strip():
-            match = _ADDRESS.fullmatch(place)
-            if match is None or not 0 < int(match["port"]) <= PORT_MAX:
+            url = _url_of(place)
+            if url is None:
                 raise CommandError(
                     f"--targets {text}, line {number}: {place[:80]!r} is no address; give "
                     f"HOST:PORT, PORT from 1 to {PORT_MAX}"
                 )
-            found[f"http://{match['place']}"] = None
+            found[url] = None
     return list(found)
+
+
+def _url_of(place: str) -> str | None:
+    """None if it is no address."""
+    match = _ADDRESS.fullmatch(place)
+    if match is None:
+        return None
+    url = f"http://{match['place']}"
+    try:
+        return url if urlsplit(url).port else None
+    except ValueError:
+        # The port is too large, or what is in brackets is no IPv6 address.
+        return None
 
 
 def _resolved(place: str) -> list[str]:
     host, _, port = place.rpartition(":")
-    if not host or not re.fullmatch(r"\d{1,5}", port) or not 0 < int(port) <= PORT_MAX:
+    if not host or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) <= PORT_MAX:
         raise CommandError(
             f"--targets {_DNS}{place[:80]}: give {_DNS}NAME:PORT, PORT from 1 to {PORT_MAX}"
         )
     try:
         found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
+        # UnicodeError: a label is empty or too long.
         raise CommandError(f"--targets {_DNS}{place}: {error}; is the name right?") from error
     hosts = sorted({str(address[0]) for *_, address in found})
     return [f"http://[{one}]:{port}" if ":" in one else f"http://{one}:{port}" for one in hosts]

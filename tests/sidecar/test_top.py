@@ -198,14 +198,17 @@ def test_targets_are_a_file_or_a_name(tmp_path: Path) -> None:
     file.write_text("node1:9400  # first\n\nhttp://node2:9400/\n[::1]:9400\nnode1:9400\n")
     assert targets(str(file)) == ["http://node1:9400", "http://node2:9400", "http://[::1]:9400"]
     assert "http://127.0.0.1:9400" in targets("dns:localhost:9400")
-    file.write_text("node1\n")
+    for line in ("node1", "node1:0", "node1:65536", "[fd00::1::2]:9321"):
+        file.write_text(f"{line}\n")
+        with pytest.raises(CommandError, match=re.escape(f"line 1: {line!r} is no address; give")):
+            targets(str(file))
     for wrong, said in (
-        (str(file), "line 1: 'node1' is no address; give HOST:PORT"),
         (str(tmp_path / "none"), "cannot be read"),
         ("dns:localhost:0", "PORT from 1 to 65535"),
         ("dns:localhost:99999", "PORT from 1 to 65535"),
         ("dns:localhost", "give dns:NAME:PORT"),
         ("dns:nowhere.invalid:1", "is the name right?"),
+        ("dns:a..b:9321", "is the name right?"),
     ):
         with pytest.raises(CommandError, match=re.escape(said)):
             targets(wrong)
