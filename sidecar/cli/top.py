@@ -7,6 +7,7 @@ by more than the timeout; keys act at once, also while one does not answer; a pi
 terminal.
 """
 
+import os
 import queue
 import select
 import signal
@@ -42,6 +43,7 @@ HELP, HEALTH, CONTENTS = "1", "2", "3"
 """Pages, by the key that shows them."""
 LOST_SHOWN: Final = 3
 TENANTS_SHOWN: Final = 4
+KEYS_BYTES_MAX: Final = 1024
 WIDTH: Final = 80
 """Without a terminal."""
 _BAR: Final = 20
@@ -122,10 +124,13 @@ def _run(fleet: Fleet, interval: float) -> None:
                 seen, asking = answer, False
             live.update(frame(seen, view, *live.console.size), refresh=True)
             if select.select([sys.stdin], [], [], min(interval, 0.1))[0]:
-                key = sys.stdin.read(1)
+                # Not by `sys.stdin`, whose buffer `select` does not see.
+                keys = os.read(sys.stdin.fileno(), KEYS_BYTES_MAX)
                 # The terminal is gone.
-                view.quit |= not key
-                view.keys.get(key, lambda: None)()
+                view.quit |= not keys
+                # Arrows and other keys without a character are sequences that begin with Escape.
+                for key in "" if keys.startswith(b"\x1b") else keys.decode(errors="replace"):
+                    view.keys.get(key, lambda: None)()
                 # Another page may need other figures.
                 due = min(due, time.monotonic()) if view.page == CONTENTS else due
 

@@ -167,6 +167,26 @@ def test_keys_in_a_terminal(sidecar: RunningSidecar) -> None:
         terminal.close()
 
 
+def test_keys_act_at_once_after_an_arrow(sidecar: RunningSidecar) -> None:
+    """Each later one acted when two others had been pressed."""
+    command = (sys.executable, "-P", "-m", "sidecar.cli", "top", "--url", sidecar.info.http_url)
+    terminal = Terminal(*command)
+    try:
+        terminal.until("does it help?")
+        terminal.press("\x1b[A")
+        # Drawn after the arrow was read.
+        terminal.until("does it help?")
+        terminal.until("does it help?")
+        terminal.press("3")
+        terminal.until("what is in it?")
+        terminal.press("sp")
+        assert "s sort: hits" in terminal.until("paused")
+        terminal.press("q")
+        assert terminal.process.wait(WAIT_SECONDS_MAX) == 0
+    finally:
+        terminal.close()
+
+
 def test_a_signal_to_end_leaves_the_terminal_as_it_was(sidecar: RunningSidecar) -> None:
     """It stayed on the other screen, and showed no key."""
     command = (sys.executable, "-P", "-m", "sidecar.cli", "top", "--url", sidecar.info.http_url)
