@@ -89,6 +89,8 @@ class SidecarClient:
     url: str
     timeout_seconds: float = 5.0
     token: str = field(default="", repr=False)
+    from_list: bool = False
+    """Its address comes from a list, so no option names it or its configuration."""
 
     def get(self, path: str = "/status", body: Document | None = None) -> Document:
         """The document of a path; with a body, the answer to it. Raises `NoAnswer`."""
@@ -109,9 +111,10 @@ class SidecarClient:
                 document: object = json.loads(answer.read(DOCUMENT_BYTES_MAX))
         except OSError as error:
             kind = SidecarNotReady if isinstance(error, TimeoutError) else NoAnswer
+            options = "" if self.from_list else " (--config or --url)"
             raise kind(
                 f"no answer from {target}: {error}. Does the sidecar run, and are http.host and "
-                "http.port those of its configuration? (--config or --url)"
+                f"http.port those of its configuration?{options}"
             ) from error
         except http.client.HTTPException as error:
             said = printable(str(error), MESSAGE_BYTES_MAX)
@@ -129,10 +132,12 @@ class SidecarClient:
             return QueryRejected(printable(text, MESSAGE_BYTES_MAX))
         if code == HTTPStatus.UNAUTHORIZED:
             why = "takes another one" if self.token else "none was given"
-            return NoAnswer(
-                f"{target} needs a token, and {why}; give --config with the sidecar's own file in "
-                "place of --url, or --token-file"
+            options = (
+                "--token-file"
+                if self.from_list
+                else "--config with the sidecar's own file in place of --url, or --token-file"
             )
+            return NoAnswer(f"{target} needs a token, and {why}; give {options}")
         if code == HTTPStatus.SERVICE_UNAVAILABLE:
             return SidecarNotReady(f"{target}: the sidecar is starting or ending, ask again")
         if code == HTTPStatus.NOT_FOUND and path != "/status":

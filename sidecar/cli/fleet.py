@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple, NotRequired, TypeAlias, TypedDict
 from urllib.parse import urlsplit
@@ -224,7 +224,8 @@ class Fleet:
         for url in urls:
             if url not in self._targets:
                 client = client_of(Options(**{**vars(self._options), "url": url}))
-                self._targets[url] = _Target(client)
+                from_list = self._options.targets is not None
+                self._targets[url] = _Target(replace(client, from_list=from_list))
         asked = [self._targets[url] for url in urls]
         # The contents of several are not drawn.
         contents = contents and len(lost) + len(asked) == 1

@@ -37,12 +37,12 @@ def reporting_sidecar(folder: Path) -> Generator[RunningSidecar]:
         yield sidecar
 
 
-def standing_in(body: bytes) -> HTTPServer:
+def standing_in(body: bytes, status: int = 200) -> HTTPServer:
     """Answers each request with this document, until it is shut down and closed."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:  # (http.server's name)
-            self.send_response(200)
+            self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)

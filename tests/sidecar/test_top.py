@@ -7,6 +7,7 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -303,6 +304,27 @@ def test_targets_that_cannot_be_read_any_more(tmp_path: Path) -> None:
     assert known.url == "http://127.0.0.1:9"
     with pytest.raises(CommandError, match="cannot be read"):
         Fleet(options).ask()
+
+
+@pytest.mark.parametrize("status", [0, HTTPStatus.UNAUTHORIZED])
+def test_a_line_of_a_fleet_names_no_option_that_it_has_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], status: int
+) -> None:
+    server = standing_in(b"{}", status) if status else None
+    port = 9 if server is None else server.server_address[1]
+    file = tmp_path / "targets"
+    file.write_text(f"127.0.0.1:{port}\n")
+    try:
+        assert main(["fleet", "--targets", str(file), "--once"]) == 1
+    finally:
+        if server is not None:
+            server.shutdown()
+            server.server_close()
+    captured = capsys.readouterr()
+    said = captured.out + captured.err
+    assert ("--token-file" if status else "Does the sidecar run") in said
+    assert "--config" not in said
+    assert "--url" not in said
 
 
 def test_only_a_single_sidecar_is_asked_for_its_contents(sidecar: RunningSidecar) -> None:
