@@ -304,7 +304,8 @@ def _resolved(place: str) -> list[str]:
     except (OSError, UnicodeError) as error:
         # UnicodeError: a label is empty or too long.
         raise CommandError(f"--targets {_DNS}{place}: {error}; is the name right?") from error
-    hosts = sorted({str(address[0]) for *_, address in found})
+    # With IPv4 and IPv6 each sidecar has two addresses. The first one is of the preferred family.
+    hosts = sorted({str(address[0]) for family, *_, address in found if family == found[0][0]})
     return [f"http://[{one}]:{port}" if ":" in one else f"http://{one}:{port}" for one in hosts]
 
 

@@ -198,7 +198,7 @@ def test_targets_are_a_file_or_a_name(tmp_path: Path) -> None:
     file = tmp_path / "targets"
     file.write_text("node1:9400  # first\n\nhttp://node2:9400/\n[::1]:9400\nnode1:9400\n")
     assert targets(str(file)) == ["http://node1:9400", "http://node2:9400", "http://[::1]:9400"]
-    assert "http://127.0.0.1:9400" in targets("dns:localhost:9400")
+    assert targets("dns:localhost:9400")[0] in ("http://127.0.0.1:9400", "http://[::1]:9400")
     for line in ("node1", "node1:0", "node1:65536", "[fd00::1::2]:9321"):
         file.write_text(f"{line}\n")
         with pytest.raises(CommandError, match=re.escape(f"line 1: {line!r} is no address; give")):
@@ -213,6 +213,33 @@ def test_targets_are_a_file_or_a_name(tmp_path: Path) -> None:
     ):
         with pytest.raises(CommandError, match=re.escape(said)):
             targets(wrong)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "urls"),
+    [
+        (["10.0.0.2", "10.0.0.1"], ["http://10.0.0.1:9400", "http://10.0.0.2:9400"]),
+        (
+            ["fd00::1", "fd00::2", "10.0.0.1", "10.0.0.2"],
+            ["http://[fd00::1]:9400", "http://[fd00::2]:9400"],
+        ),
+    ],
+)
+def test_a_name_lists_each_sidecar_once(
+    monkeypatch: pytest.MonkeyPatch, hosts: list[str], urls: list[str]
+) -> None:
+    """With addresses of both families, each was listed twice."""
+
+    def resolved(_: str, port: int, type: int) -> list[object]:
+        return [
+            (socket.AF_INET6, type, 6, "", (host, port, 0, 0))
+            if ":" in host
+            else (socket.AF_INET, type, 6, "", (host, port))
+            for host in hosts
+        ]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    assert targets("dns:nodes:9400") == urls
 
 
 @pytest.mark.parametrize(
