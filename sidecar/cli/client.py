@@ -2,8 +2,10 @@
 
 Does not own what the documents say (`sidecar/observe/`).
 
-Invariants: a request ends within its deadline, also if the answer comes byte by byte; no proxy is
-used, because the sidecar is on this machine or beside it; no redirect is followed.
+Invariants: once connected, an answer ends within the timeout, also if it comes byte by byte; each
+address of the host that is tried before may take the timeout too, and resolving its name what the
+resolver takes; no proxy is used, because the sidecar is on this machine or beside it; no redirect
+is followed.
 """
 
 import http.client
@@ -70,11 +72,12 @@ class _DeadlineSocket(socket.socket):
 
 
 class _Connection(http.client.HTTPConnection):
-    """Its timeout is for the whole answer."""
+    """Its timeout is for the whole answer, after one for each address that is tried."""
 
     def connect(self) -> None:
-        deadline = time.monotonic() + (self.timeout or math.inf)
+        # Each address of the host has a timeout of its own: the first may drop packets.
         super().connect()
+        deadline = time.monotonic() + (self.timeout or math.inf)
         assert self.sock is not None, "it is connected"
         receiver = _DeadlineSocket(fileno=self.sock.detach())
         receiver.settimeout(self.timeout)
@@ -84,7 +87,7 @@ class _Connection(http.client.HTTPConnection):
 
 @dataclass(frozen=True, slots=True)
 class SidecarClient:
-    """The address of a sidecar, the longest wait, and its token."""
+    """The address of a sidecar, the longest wait for its answer, and its token."""
 
     url: str
     timeout_seconds: float = 5.0

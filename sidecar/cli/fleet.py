@@ -4,8 +4,8 @@ Owns whom to ask, the order of the lines, and what they say. Does not own the fi
 (`sidecar/observe/`), nor the drawing (`top.py`).
 
 Invariants: sidecars are asked at the same time, so that one that does not answer delays the others'
-figures by the timeout at most; what one answers has the fields that are drawn, or counts as no
-answer.
+figures by its own waits only (`client.py`); what one answers has the fields that are drawn, or
+counts as no answer.
 """
 
 import re

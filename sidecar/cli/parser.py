@@ -398,7 +398,7 @@ def _add_asking_options(to: argparse.ArgumentParser, timeout: float = 5.0) -> No
         type=_seconds,
         default=timeout,
         metavar="SECONDS",
-        help=f"longest wait (default: {timeout:g})",
+        help=f"longest wait for a connection, and for the answer (default: {timeout:g})",
     )
     to.add_argument(
         "--token-file",

@@ -3,8 +3,8 @@
 Does not own the figures (`sidecar/observe/`). With several sidecars, a line for each, worst first.
 
 Invariants: a sidecar that does not answer is a line that says so, and delays no other one's figures
-by more than the timeout; keys act at once, also while one does not answer; a picture fits into its
-terminal.
+by more than its own waits (`client.py`); keys act at once, also while one does not answer; a
+picture fits into its terminal.
 """
 
 import os

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import socket
@@ -291,6 +292,26 @@ def test_an_answer_byte_by_byte_ends_at_the_deadline() -> None:
             client.get()
         ended.set()
         thread.join()
+
+
+def test_an_address_that_drops_packets_leaves_time_for_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first had used up the time of the answer, however long it was."""
+    server = standing_in(b"{}")
+    with contextlib.ExitStack() as stack:
+        full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        # The kernel drops what comes beyond the queue.
+        for _ in range(3):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        addresses = [full.getsockname(), server.server_address]
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in addresses]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_: found)
+        assert SidecarClient("http://node:9400", timeout_seconds=0.5).get() == {}
+    server.shutdown()
+    server.server_close()
 
 
 def test_what_was_computed_in_an_hour_without_a_loss_in_the_last_minute(
