@@ -65,7 +65,12 @@ class DemoEngine:
         self._log = log
         answers, theirs = os.pipe()
         self._answers = os.fdopen(answers, "rb", buffering=0)
+        caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         environment = os.environ | {
+            # The demo's model is removed with its folder, so its digests go there. What vLLM keeps
+            # stays where it is, and makes the next start faster.
+            "XDG_CACHE_HOME": str(log.parent / "cache"),
+            "VLLM_CACHE_ROOT": os.environ.get("VLLM_CACHE_ROOT", f"{caches}/vllm"),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "0",
             "VLLM_NO_USAGE_STATS": "1",
@@ -123,17 +128,20 @@ class DemoEngine:
 
     def __exit__(self, *_: object) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        if not self.version:
-            # It reads no input before it serves.
-            self._signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        try:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+            if not self.version:
+                # It reads no input before it serves.
+                self._signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_SECONDS_MAX)
+        finally:
+            # vLLM's own processes are in the session that was started here; none may outlive it,
+            # also after a second Ctrl-C.
+            self._signal(signal.SIGKILL)
             self._process.wait(STOP_SECONDS_MAX)
-        # vLLM's own processes are in the session that was started here; none may outlive it.
-        self._signal(signal.SIGKILL)
-        self._process.wait(STOP_SECONDS_MAX)
-        self._answers.close()
+            self._answers.close()
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -259,6 +259,8 @@ def s3_bucket(folder: Path) -> Generator[dict[str, object]]:
             stderr=subprocess.STDOUT,
             cwd=folder,
             env={**os.environ, "AWS_EC2_METADATA_DISABLED": "true"},
+            # Ctrl-C is for the demo, whose sidecars write to it until they have ended.
+            start_new_session=True,
         )
     try:
         deadline = time.monotonic() + WAIT_SECONDS_MAX

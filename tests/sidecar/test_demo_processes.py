@@ -5,17 +5,24 @@ from __future__ import annotations
 import os
 import select
 import signal
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from sidecar.cli import main
 from sidecar.demo import scenes
-from sidecar.demo.processes import DemoSidecar, ProcessFailed
+from sidecar.demo.engine import DemoEngine
+from sidecar.demo.processes import SEAWEED_READY, DemoSidecar, ProcessFailed, s3_bucket
 from sidecar.exits import Exit
 from tests import places
 from tests.sidecar.prompt_records import standing_in
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
 
 DEAF = """
 import os, signal, sys, time
@@ -48,6 +55,44 @@ def ended(sidecar: DemoSidecar) -> int:
     return code
 
 
+class Engine(subprocess.Popen[bytes]):
+    """In place of an engine's process: it ends by SIGKILL only."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        program = "trap '' TERM; echo ready; exec sleep 600"
+        pipe = subprocess.PIPE
+        super().__init__(["sh", "-c", program], stdin=pipe, stdout=pipe, start_new_session=True)
+        assert self.stdout is not None
+        with self.stdout:
+            assert self.stdout.readline() == b"ready\n"
+        self.environment = environment
+        self.interrupts = 1
+
+    def wait(self, timeout: float | None = None) -> int:
+        """As its base, after a Ctrl-C."""
+        if self.interrupts:
+            self.interrupts -= 1
+            raise KeyboardInterrupt
+        return super().wait(timeout)
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Engine]]:
+    """The processes that were started as engines."""
+    started: list[Engine] = []
+
+    def launch(_model: str, _socket: str, environment: Mapping[str, str], *_: object) -> Engine:
+        started.append(Engine(environment))
+        return started[-1]
+
+    places.patch(monkeypatch, "launch_engine", launch)
+    yield started
+    for one in started:
+        one.kill()
+        one.interrupts = 0
+        one.wait()
+
+
 def interrupted(*_: object) -> None:
     raise KeyboardInterrupt
 
@@ -61,6 +106,41 @@ def test_a_start_that_is_interrupted_leaves_no_process(
         with pytest.raises(KeyboardInterrupt):
             sidecar.start()
     assert ended(sidecar) == -signal.SIGKILL
+
+
+def test_a_second_interrupt_leaves_no_engine(tmp_path: Path, engines: list[Engine]) -> None:
+    """The first had it end, and the second came while it was waited for."""
+    with pytest.raises(KeyboardInterrupt), DemoEngine("model", "socket", tmp_path / "log"):
+        pass
+    assert engines[0].poll() == -signal.SIGKILL
+
+
+def test_an_engine_keeps_what_is_of_no_use_later_in_the_folder_of_the_demo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engines: list[Engine]
+) -> None:
+    """Digests of removed models were left behind in the user's folder, at each run."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    monkeypatch.setenv("VLLM_CACHE_ROOT", "")
+    monkeypatch.delenv("VLLM_CACHE_ROOT")
+    with pytest.raises(KeyboardInterrupt), DemoEngine("model", "socket", tmp_path / "log"):
+        pass
+    assert engines[0].environment["XDG_CACHE_HOME"] == str(tmp_path / "cache")
+    assert engines[0].environment["VLLM_CACHE_ROOT"] == "/caches/vllm"
+
+
+def test_an_interrupt_does_not_reach_the_s3_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended before the sidecars that wrote to it."""
+    program = tmp_path / "weed"
+    program.write_text(
+        f"#!{sys.executable} -S\nimport os, time\n"
+        f"print(os.getsid(0) == os.getpid(), {SEAWEED_READY!r}, flush=True)\ntime.sleep(600)\n"
+    )
+    program.chmod(0o755)
+    places.patch(monkeypatch, "find_program", lambda _: str(program))
+    with s3_bucket(tmp_path / "s3"):
+        assert (tmp_path / "s3/log").read_text().startswith("True")
 
 
 def test_a_sidecar_that_does_not_end_is_killed_and_said(
