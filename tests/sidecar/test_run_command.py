@@ -230,15 +230,19 @@ def test_the_sidecar_is_not_imported_from_the_current_folder() -> None:
 # --- the two processes ---------------------------------------------------------------------------
 
 # Both children append what happens to them to one file, which the tests read.
-SIDECAR = """
+CHILD = """
 import os, signal, sys, time
 PARENT = os.getppid()
 def note(text):
     with open(LOG, "a") as log:
         log.write(text + "\\n")
+"""
+SIDECAR = """
 SOCKET = os.path.join(os.path.dirname(LOG), "a", "attach.sock")
 def end(number, frame):
     os.remove(SOCKET)  # fails for a second signal
+    while DRAINS and os.getppid() == PARENT and "engine got SIGTERM" not in open(LOG).read():
+        time.sleep(0.01)
     time.sleep(DRAINS)
     note("sidecar drained")
     sys.exit(0)
@@ -256,11 +260,6 @@ while os.getppid() == PARENT:
     time.sleep(0.05)
 """
 ENGINE = """
-import os, signal, sys, time
-PARENT = os.getppid()
-def note(text):
-    with open(LOG, "a") as log:
-        log.write(text + "\\n")
 def got(number, frame):
     note(f"engine got {signal.Signals(number).name}")
     if number == signal.SIGTERM:
@@ -336,7 +335,7 @@ class Launched:
     def _script(self, name: str, text: str, **values: object) -> None:
         head = "".join(f"{key} = {value!r}\n" for key, value in values.items())
         path = self.directory / name
-        path.write_text(f"LOG = {str(self.log)!r}\n{head}{textwrap.dedent(text)}")
+        path.write_text(f"LOG = {str(self.log)!r}\n{head}{CHILD}{textwrap.dedent(text)}")
 
     def lines(self) -> list[str]:
         return self.log.read_text().splitlines() if self.log.exists() else []

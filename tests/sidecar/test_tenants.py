@@ -296,6 +296,8 @@ def test_ten_thousand_tenants_add_no_series(short_directory: Path) -> None:
 
         for tenant in (b"", A, B):
             use([tenant])
+        # Some series begin with the first write.
+        sidecar.wait_until(lambda now: now["counters"]["chunks_written"] >= 3)
         before = series(sidecar)
         tenants = [tenant_id(f"salt of {number}") for number in range(TENANTS)]
         for first in range(0, TENANTS, TENANTS_TOGETHER):

@@ -180,7 +180,8 @@ def test_the_five_broken_ones_of_fifty_stand_on_top(
     try:
         file = tmp_path / "targets"
         file.write_text("# nodes\n" + "\n".join(stand_ins.places))
-        assert main(["fleet", "--targets", str(file), "--once"]) == 0
+        # A server answers late on a busy machine: all are in this process.
+        assert main(["fleet", "--targets", str(file), "--once", "--timeout", "5"]) == 0
         out = capsys.readouterr().out
         assert main(["fleet", "--targets", str(file), "--json"]) == 0
         answers = json.loads(capsys.readouterr().out)
@@ -278,7 +279,8 @@ def test_an_answer_byte_by_byte_ends_at_the_deadline() -> None:
 
         def drip() -> None:
             connection, _ = server.accept()
-            with connection:
+            # The client closes first.
+            with connection, contextlib.suppress(OSError):
                 connection.recv(4096)
                 connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
                 while not ended.wait(0.02):
