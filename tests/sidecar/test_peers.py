@@ -24,6 +24,7 @@ from tests import places
 from tests.mappings import open_fds
 from tests.sidecar.client import RunningSidecar, Worker, config_in, key_of
 from tests.sidecar.configurations import with_events
+from tests.sidecar.test_job_socket import GREETING, frame, ready
 
 OTHER, STRANGER = 61_001, 61_002
 
@@ -201,7 +202,6 @@ BECOME = """
 import os, socket, sys
 from pathlib import Path
 import numpy.ma, numpy.random
-import zmq
 from tests.sidecar.client import RefusedError, Worker, key_of
 uid = int(sys.argv[1])
 os.setgroups([]); os.setresgid(uid, uid, uid); os.setresuid(uid, uid, uid)
@@ -216,13 +216,12 @@ try:
 except (RefusedError, PermissionError) as error:
     print("refused", error)
 """
-DEALER = """
-context = zmq.Context()
-dealer = context.socket(zmq.DEALER)
-dealer.setsockopt(zmq.LINGER, LINGER_MS)
-dealer.connect(where)
-dealer.send(b"hello")
-context.destroy()
+RAW = f"""
+s = socket.socket(socket.AF_UNIX); s.settimeout(30); s.connect(where)
+try:
+    s.sendall({GREETING + ready(b"") + frame(b"hello")!r})
+    while s.recv(4096): pass
+except ConnectionError: pass
 """
 FLOOD = """
 s = socket.socket(socket.AF_UNIX); s.connect(where); s.settimeout(30)
@@ -278,13 +277,15 @@ def test_a_stranger_gets_no_frame_in_on_the_jobs_socket(short_directory: Path) -
     config = config_in(short_directory, runtime={"allow_uids": [OTHER]})
     with RunningSidecar(config) as sidecar:
         # The stranger is not even asked for a token; the listed user has none. Neither is read.
-        run_as(STRANGER, f"LINGER_MS = 500{DEALER}", sidecar.endpoint)
-        sidecar.wait_until(lambda now: now["sockets"]["frames_refused"] == {})
+        jobs = sidecar.endpoint.removeprefix("ipc://")
+        run_as(STRANGER, RAW, jobs)
+        assert sidecar.status()["sockets"]["frames_refused"] == {}
         metrics = sidecar.get("/metrics").decode()
         assert 'kvlake_handshakes_refused_total{why="user"} 0.0' not in metrics
-        run_as(OTHER, f"LINGER_MS = 500{DEALER}", sidecar.endpoint)
-        sidecar.wait_until(lambda now: set(now["sockets"]["frames_refused"]) == {"unknown_peer"})
-        assert sidecar.status()["sockets"]["frames_received"] == 0
+        run_as(OTHER, RAW, jobs)
+        sockets = sidecar.status()["sockets"]
+        assert set(sockets["frames_refused"]) == {"unknown_peer"}
+        assert sockets["frames_received"] == 0
 
 
 @needs_root

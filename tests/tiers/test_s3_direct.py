@@ -53,6 +53,8 @@ class Told:
         self.answers: list[bytes | Slowly | None] = list(answers)
         self.port = 0
         self.connections = 0
+        self.connections_min = 0
+        """Nobody is answered before there are as many."""
         self.requests: list[bytes] = []
         self.sent: list[float] = []
         """When each part of an answer in parts was sent."""
@@ -67,6 +69,8 @@ class Told:
             with contextlib.suppress(anyio.EndOfStream, anyio.BrokenResourceError):
                 while True:
                     self.requests.append(await stream.receive())
+                    while self.connections < self.connections_min:  # noqa: ASYNC110
+                        await anyio.sleep(0.01)
                     obstores = self.for_obstore and b"user-agent:" in self.requests[-1].lower()
                     answer = self.for_obstore if obstores else self.answers.pop(0)
                     if answer is None:
@@ -133,9 +137,9 @@ async def test_a_read_looks_at_one_kept_connection(monkeypatch: pytest.MonkeyPat
         return poll()
 
     kept = 8
-    # Pauses, so that none of the first reads finds another one's connection.
-    answer = Slowly([OK, IMAGE.tobytes()], 0.2)
-    async with telling(*[answer] * (kept + 1)) as (told, tier):
+    async with telling(*[OK + IMAGE.tobytes()] * (kept + 1)) as (told, tier):
+        # None of the first reads finds another one's connection.
+        told.connections_min = kept
         async with anyio.create_task_group() as tasks:
             for _ in range(kept):
                 tasks.start_soon(tier.read, "name", slot())
