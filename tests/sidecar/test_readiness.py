@@ -44,12 +44,6 @@ from tests.sidecar.client import (
 from tiers.pool.host_pool import HostPool
 
 
-@pytest.fixture(autouse=True)
-def lag_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that pauses makes the loop late: a problem of its own, beside what is tested."""
-    places.patch(monkeypatch, "LAG_SECONDS_MAX", math.inf)
-
-
 def readyz(url: str) -> tuple[int, dict[str, Any]]:
     try:
         with urllib.request.urlopen(f"{url}/readyz", timeout=20) as answer:
