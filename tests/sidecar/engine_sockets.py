@@ -57,6 +57,18 @@ def publish(publisher: Any, *events: Any) -> None:
     publisher.publish(kv_events.KVEventBatch(ts=1.0, events=list(events)))
 
 
+def wait_published(directory: Path, number: int) -> None:
+    """Wait until vLLM's publisher, which has a thread, has published this batch."""
+    with zmq.Context() as context, context.socket(zmq.REQ) as asks:
+        asks.setsockopt(zmq.LINGER, 0)
+        asks.setsockopt(zmq.RCVTIMEO, int(1000 * WAIT_SECONDS_MAX))
+        asks.connect(endpoints(directory)["events_replay"])
+        first = END_OF_REPLAY
+        while first == END_OF_REPLAY:
+            asks.send(number_frame(number))
+            _, first, _ = asks.recv_multipart()
+
+
 class DoubleEngine:
     """Has the sockets of vLLM's publisher, and sends what a test says. Block N is in batch N."""
 

@@ -37,7 +37,14 @@ from tests.sidecar.client import (
     layout_of,
 )
 from tests.sidecar.configurations import with_events
-from tests.sidecar.engine_sockets import endpoints, publish, publishing, removed, stored
+from tests.sidecar.engine_sockets import (
+    endpoints,
+    publish,
+    publishing,
+    removed,
+    stored,
+    wait_published,
+)
 from tests.sidecar.subscriber import Place, Subscriber, kv_events
 
 # --- the stream ----------------------------------------------------------------------------------
@@ -97,6 +104,7 @@ def test_what_an_engine_cannot_replay_is_forgotten(
 ) -> None:
     for number in range(80):
         publish(publisher, stored(number))
+    wait_published(short_directory, 79)
     attach = endpoints(short_directory)
     with RunningSidecar(with_events(short_directory)) as sidecar, Scheduler(sidecar.path, **attach):
         follower = subscribe(sidecar)

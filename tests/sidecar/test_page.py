@@ -65,7 +65,10 @@ def sidecar(short_directory: Path) -> Iterator[RunningSidecar]:
         ]
         scheduler.send(Prompts(scheduler.epoch, records))
         sidecar.wait_until(
-            lambda now: now["prompts"]["prompts"] == 2 and now["counters"]["chunks_written"] == 2
+            lambda now: (
+                now["prompts"]["prompts"] == now["counters"]["chunks_written"] == 2
+                and now["tiers"]["store"]["state"] == "ok"
+            )
         )
         yield sidecar
 

@@ -89,7 +89,6 @@ async def test_a_collected_chunk_is_forgotten_with_all_its_segments(
 def test_a_look_through_the_objects_makes_nothing_newer_than_its_row(
     short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places.patch(monkeypatch, "YOUNG_SECONDS", 0.0, package="sidecar")
     looks: list[int] = []
     """At the slice of the two."""
 
@@ -107,6 +106,8 @@ def test_a_look_through_the_objects_makes_nothing_newer_than_its_row(
         def wait_held(chunks: int) -> None:
             sidecar.wait_until(lambda now: now["tiers"]["store"]["chunks"] == chunks)
 
+        # It would announce what is written meanwhile a second time.
+        sidecar.wait_until(lambda now: now["tiers"]["store"]["catalog"]["sweeps"] >= 1)
         assert worker.store(1, key_of("one"), [0]) is Outcome.OK
         wait_held(1)
         sidecar.wait_until(lambda now: now["tiers"]["store"]["catalog"]["rows_waiting"] == 0)
@@ -117,6 +118,8 @@ def test_a_look_through_the_objects_makes_nothing_newer_than_its_row(
         folder = one.parent.parent / (one.parent.name[:2] + key_of("two").hex()[2:])
         folder.mkdir()
         (folder / one.name).write_bytes(one.read_bytes())
+        # Only now that what was written here is announced: until then a slow pass skips it.
+        places.patch(monkeypatch, "YOUNG_SECONDS", 0.0, package="sidecar")
         wait_held(2)
 
         async def withdraw() -> None:
