@@ -6,6 +6,7 @@ import fcntl
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,17 +23,14 @@ from tiers.pool.lock import require_creatable, take_lock
 __all__ = ["commands", "world"]
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+def port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
 
 
 @pytest.mark.promise("doctor")
 def test_a_sidecar_that_runs_is_no_fault(commands: Commands, world: World) -> None:
-    port = free_port()
-    file = world.config({"http": {"port": port}})
-    with RunningSidecar(load(file)) as sidecar:
+    with RunningSidecar(load(world.config({}))) as sidecar:
+        file = world.config({"http": {"port": port_of(sidecar.info.http_url)}})
         before = tree(world.directory)
         ended = commands.run("doctor", "--config", str(file))
         assert (ended.code, ended.lines("fail")) == (Exit.OK, []), ended
@@ -44,8 +42,8 @@ def test_a_sidecar_that_runs_is_no_fault(commands: Commands, world: World) -> No
     # Its name and directory, and the port of another.
     (world.directory / "other").mkdir()
     another = config_in(world.directory / "other", runtime={"name": "another"})
-    with RunningSidecar(load(file)), RunningSidecar(another) as other:
-        port = int(other.info.http_url.rpartition(":")[2])
+    with RunningSidecar(load(world.config({}))), RunningSidecar(another) as other:
+        port = port_of(other.info.http_url)
         file = world.config({"http": {"port": port}})
         ended = commands.run("doctor", "--config", str(file))
         assert f"{other.info.http_url} is that of another, 'another'" in ended.out
@@ -85,15 +83,18 @@ def test_the_ports_of_a_sidecar_that_cannot_be_asked_are_no_faults(
     commands: Commands, world: World, cause: str
 ) -> None:
     """They were taken for those of another, and the remedy was another port."""
-    port, token = free_port(), Path(world.key("first"))
-    sections = {"http": {"port": port, "token_file": str(token)}}
-    about = f"http.port {port}"
+    token = Path(world.key("first"))
+    sections: dict[str, Any] = {"http": {"token_file": str(token)}}
     if cause == "port 0":
-        about = f"events.endpoint tcp://127.0.0.1:{port}"
-        key = world.key()
-        sections = events_over_tcp(world, key, endpoint=f"tcp://127.0.0.1:{port}")
-    file = world.config(sections)
-    with RunningSidecar(load(file)):
+        sections = events_over_tcp(world, world.key())
+    with RunningSidecar(load(world.config(sections))) as sidecar:
+        if cause == "port 0":
+            sections["events"]["endpoint"] = sidecar.events
+            about = f"events.endpoint {sidecar.events}"
+        else:
+            port = sections["http"]["port"] = port_of(sidecar.info.http_url)
+            about = f"http.port {port}"
+        file = world.config(sections)
         if cause == "new token":
             token.write_text("second")
         elif cause == "unreadable token":

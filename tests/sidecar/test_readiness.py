@@ -10,7 +10,6 @@ import math
 import os
 import re
 import shutil
-import socket
 import threading
 import time
 import urllib.error
@@ -27,6 +26,7 @@ from sidecar.data.copies import Copies
 from sidecar.data.host_pool import open_pool
 from sidecar.errors import StartError
 from sidecar.observe.host_contents import HostContents
+from sidecar.observe.http import HttpServer
 from sidecar.protocol import Outcome
 from sidecar.service.systemd import Notifier
 from sidecar.service.watchdog import PROBLEMS, Problem, Watchdog
@@ -78,31 +78,27 @@ def test_ready(sidecar: RunningSidecar) -> None:
 def test_not_ready_while_the_host_memory_is_made_ready(
     short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
     going_on = threading.Event()
-    slow = HostPool.open
+    slow, start = HostPool.open, HttpServer.start
+    started: list[HttpServer] = []
 
     def open_slowly(*args: Any, **kwargs: Any) -> HostPool:
         assert going_on.wait(WAIT_SECONDS_MAX)
         return slow(*args, **kwargs)
 
+    async def note(server: HttpServer) -> None:
+        await start(server)
+        started.append(server)
+
     monkeypatch.setattr(HostPool, "open", open_slowly)
+    monkeypatch.setattr(HttpServer, "start", note)
     told: list[ServerInfo] = []
-    config = config_in(short_directory, http={"port": port})
+    config = config_in(short_directory)
     thread = threading.Thread(target=lambda: anyio.run(lambda: serve(config, ready=told.append)))
     thread.start()
-
-    def answers() -> bool:
-        try:
-            urllib.request.urlopen(f"{url}/healthz", timeout=20).close()
-        except OSError:
-            return False
-        return True
-
-    wait_for(answers)
+    wait_for(lambda: bool(started))
+    url = started[0].url
+    urllib.request.urlopen(f"{url}/healthz", timeout=20).close()
     status, document = readyz(url)
     assert (status, document["state"], codes(document)) == (503, "starting", ["starting"])
     for page in ("metrics", "status"):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -93,18 +93,8 @@ def clean(text: str, where: str) -> None:
         assert word not in text, f"{where}: {text[max(0, text.find(word) - 200) :][:400]}"
 
 
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
-def listened_to(path: Path) -> bool:
-    """Whether somebody listens: a socket has its name a moment before."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        return probe.connect_ex(str(path)) == 0
+ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+(?=\D)")
+"""As a sidecar logs it when it serves."""
 
 
 def page(url: str, token: str = "") -> str:
@@ -120,8 +110,7 @@ def page(url: str, token: str = "") -> str:
 @pytest.mark.promise("secrets-sidecar")
 @pytest.mark.parametrize("style", ["text", "json"])
 def test_no_output_of_a_running_sidecar_repeats_a_secret(short_directory: Path, style: str) -> None:
-    port = free_port()
-    file = config_file(short_directory, port)
+    file = config_file(short_directory, 0)
     file.write_text(file.read_text().replace("level: debug", f"level: debug\n  format: {style}"))
     environment = {**os.environ, **PLANTED}
     log = short_directory / "log"
@@ -130,15 +119,15 @@ def test_no_output_of_a_running_sidecar_repeats_a_secret(short_directory: Path, 
             [sys.executable, "-c", textwrap.dedent(SPILL), str(file), str(short_directory)],
             env=environment, cwd=places.ROOT, stdout=stream, stderr=stream,
         )  # fmt: skip
-    url, token = f"http://127.0.0.1:{port}", PLANTED["PLANT_HTTP"]
+    token = PLANTED["PLANT_HTTP"]
     try:
         deadline = time.monotonic() + 60
-        path = short_directory / "run" / "default" / "attach.sock"
-        while not listened_to(path):
+        while (address := ADDRESS.search(log.read_text())) is None:
             assert time.monotonic() < deadline
             assert process.poll() is None, log.read_text()
             time.sleep(0.05)
-        with Worker(path) as worker:
+        url = address[0]
+        with Worker(short_directory / "run" / "default" / "attach.sock") as worker:
             assert worker.store(1, key_of(1), [0]).name == "OK"
             worker.send(b"\xc1")
             while "401 for" not in page(f"{url}/readyz", token):
@@ -160,7 +149,7 @@ def test_no_output_of_a_running_sidecar_repeats_a_secret(short_directory: Path, 
 @pytest.mark.promise("secrets-commands")
 @pytest.mark.parametrize("command", ["config show", "config check", "status", "serve"])
 def test_no_command_repeats_a_secret(short_directory: Path, command: str) -> None:
-    file = config_file(short_directory, free_port())
+    file = config_file(short_directory, 9)
     broken = short_directory / "broken.yaml"
     broken.write_text(file.read_text() + "nonsense: ${PLANT_HTTP}\n")
     for one in (file, broken):
@@ -184,7 +173,7 @@ def test_a_traceback_is_masked(short_directory: Path) -> None:
         places.replace("Dispatcher.feed", spill)
         sys.exit(main(["serve", "--config", sys.argv[1]]))
     """
-    file = config_file(short_directory, free_port())
+    file = config_file(short_directory, 0)
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(patch), str(file)],
         env={**os.environ, **PLANTED}, cwd=places.ROOT, capture_output=True, text=True,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from sidecar.demo.processes import free_ports
 from tests.faulty_proxy import Fault, FaultyProxy
 from tests.harness.servers import S3Server
 from tests.tiers.tier_suite import NAME, image_of, slot
@@ -166,8 +166,10 @@ class TestProbeOfS3:
         await tier.close()
 
     async def test_nobody_listens(self, seaweed: S3Server) -> None:
-        (port,) = free_ports(1)
-        error = await self.probe(seaweed.url, seaweed.options_at(f"http://127.0.0.1:{port}"))
+        with socket.socket() as bound:
+            bound.bind(("127.0.0.1", 0))
+            port = bound.getsockname()[1]
+            error = await self.probe(seaweed.url, seaweed.options_at(f"http://127.0.0.1:{port}"))
         assert "refused" in str(error)
         assert "store.endpoint" in str(error)
         assert str(port) in str(error)
