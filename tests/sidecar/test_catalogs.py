@@ -462,9 +462,14 @@ def test_requests_and_a_bill_are_told(short_directory: Path) -> None:
     with RunningSidecar(config_in(short_directory, store=store)) as sidecar:
         with Worker(sidecar.path) as worker:
             assert worker.store(1, key_of("billed"), [0]) is Outcome.OK
-            sidecar.wait_until(lambda now: now["counters"]["chunks_written"] == 1)
-        told = sidecar.status()["tiers"]["store"]
-        assert told["requests"]["put"] > 1
+            # The chunk, and then its row of the catalog.
+            now = sidecar.wait_until(
+                lambda now: (
+                    now["counters"]["chunks_written"] == 1
+                    and now["tiers"]["store"]["requests"]["put"] > 1
+                )
+            )
+        told = now["tiers"]["store"]
         assert told["request_bytes"]["put"] > 4096
         assert told["monthly_bill"]["currency"] == "EUR"
         assert told["monthly_bill"]["total"] > 0

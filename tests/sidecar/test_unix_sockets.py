@@ -17,6 +17,7 @@ from sidecar.events.sockets import EventSockets
 from sidecar.protocol import Outcome
 from tests import places
 from tests.mappings import open_fds
+from tests.sidecar.bench import until, wait_for
 from tests.sidecar.client import WAIT_SECONDS_MAX, RunningSidecar, Worker, key_of
 from tests.sidecar.configurations import with_events
 from tests.sidecar.test_job_socket import GREETING, MORE, anonymous_bytes, at_end, frame, ready
@@ -136,7 +137,8 @@ def test_connections_are_bounded_and_the_silent_ones_end(
         assert all(map(at_end, silent))
         for sock in silent:
             sock.close()
-        assert open_fds() <= before
+        wait_for(lambda: open_fds() <= before)
+        places.patch(monkeypatch, "HANDSHAKE_SECONDS_MAX", 3600.0)
         with raw(sidecar, which) as sock:
             assert sock.recv(64).startswith(b"\xff"), "there is room again"
 
@@ -176,12 +178,19 @@ async def test_what_one_that_does_not_read_has_queued_is_bounded_in_bytes(
     with socket.socket(socket.AF_UNIX) as deaf:
         deaf.connect(sockets.endpoint.removeprefix("ipc://"))
         deaf.sendall(GREETING + ready(b"raw") + SUBSCRIBE)
-        await anyio.sleep(0.1)
+        deaf.settimeout(0)
+
+        def subscribed() -> bool:
+            sockets.publish(0, b"anybody?")
+            with contextlib.suppress(BlockingIOError):
+                return b"anybody?" in deaf.recv(MIB)
+            return False
+
+        await until(subscribed)
         for number in range(100):
             sockets.publish(number, bytes(MIB // 8))
         # Some are in the kernel's buffers.
         assert 80 < sockets.batches_dropped < 92
-        deaf.settimeout(0)
         with contextlib.suppress(BlockingIOError):
             for _ in range(1000):
                 deaf.recv(MIB)

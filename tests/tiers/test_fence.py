@@ -289,7 +289,8 @@ def test_closing_leaves_no_descriptor_behind() -> None:
     fence.close()
     worker.close()
     worker.close()
-    assert descriptors() == before
+    # Python may close others of earlier tests at any time.
+    assert descriptors() <= before
 
 
 def test_sequence_numbers_use_all_64_bits(worker: WorkerFence) -> None:

@@ -330,7 +330,8 @@ def test_refused_descriptors_are_closed() -> None:
     fcntl.fcntl(foreign, 1033, 0x2)
     with pytest.raises(LayoutError, match="index header is"):
         IndexReader(foreign, writer.size_bytes)
-    assert open_descriptors() == before
+    # Python may close others of earlier tests at any time.
+    assert open_descriptors() <= before
     writer.close()
 
 
@@ -340,7 +341,7 @@ def test_nothing_stays_open() -> None:
     with reading(writer):
         pass
     writer.close()
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 # --- a writer in another process ---------------------------------------------------------------
