@@ -1,8 +1,9 @@
 """What the event loop of a real sidecar computes for each segment that it loads and stores.
 
-A worker sends jobs of many small chunks, a few at a time, as a scheduler leases them, and waits for
-their ends. What is counted is the processor time of the sidecar's first thread, which runs the
-event loop, over the segments: copies run in other threads and processes. Prints one JSON object.
+A worker sends jobs of many small chunks, a few at a time, and waits for their ends. A scheduler
+sends the use and the lease of each load before it, as the connector does. What is counted is the
+processor time of the sidecar's first thread, which runs the event loop, over the segments: copies
+run in other threads and processes. Prints one JSON object.
 
     python -m benchmarks.micro.segments_bench [--chunks 128] [--jobs 100]
 """
@@ -88,10 +89,7 @@ class Bench:
                 ]
                 parts = {
                     "store": lambda prompts=prompts: self._stores(worker, prompts),
-                    "load": lambda prompts=prompts: self._loads(worker, None, prompts),
-                    "load_with_lease": lambda prompts=prompts: self._loads(
-                        worker, scheduler, prompts
-                    ),
+                    "load": lambda prompts=prompts: self._loads(worker, scheduler, prompts),
                 }
                 if full:
                     parts = {"store_into_full": parts["store"]}
@@ -118,13 +116,12 @@ class Bench:
             yield self._number
 
     def _loads(
-        self, worker: Worker, scheduler: Scheduler | None, prompts: Sequence[Sequence[bytes]]
+        self, worker: Worker, scheduler: Scheduler, prompts: Sequence[Sequence[bytes]]
     ) -> Iterator[int]:
         for keys in prompts:
             self._number += 1
-            if scheduler is not None:
-                scheduler.use(*keys, num_tokens=len(keys) * 64)
-                scheduler.lease(self._number, keys)
+            scheduler.use(*keys, num_tokens=len(keys) * 64)
+            scheduler.lease(self._number, keys)
             chunks = [
                 LoadChunk(key, 0, list(self._blocks(place))) for place, key in enumerate(keys)
             ]
