@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
 import pytest
 
+from benchmarks.store.loop_bench import control_loop
 from tests import places
 
 ARGUMENTS: Final = ("-m", "benchmarks.run", "--only", "copy")
@@ -52,6 +54,18 @@ def test_a_benchmark_that_is_ended_early_removes_its_folders() -> None:
     assert folder is not None, errors
     assert not folder.exists()
     assert runner.returncode == 128 + signal.SIGTERM, errors
+
+
+def test_a_measurement_that_fails_ends_its_idle_process(tmp_path: Path) -> None:
+    """`make bench` waited for that process for good."""
+
+    def measure() -> None:
+        with control_loop(tmp_path / "control"):
+            raise RuntimeError("no chunk came")
+
+    with ThreadPoolExecutor(1) as pool:
+        failure = pool.submit(measure).exception(WAIT_SECONDS_MAX)
+    assert str(failure) == "no chunk came"
 
 
 def names_in(module: str) -> set[str]:

@@ -144,8 +144,11 @@ def control_loop(path: Path) -> Generator[None]:
     """A process that watches a loop in which nothing else runs; what it saw is there in the end."""
     words = [sys.executable, "-m", "benchmarks.store.watched_sidecar", str(path)]
     with subprocess.Popen(words) as process:
-        yield
-        process.terminate()
+        try:
+            yield
+        finally:
+            # `Popen` waits for its end.
+            process.terminate()
 
 
 def _between(path: Path, first: float, last: float) -> dict[str, Lags]:
