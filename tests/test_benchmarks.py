@@ -10,10 +10,11 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
+from benchmarks.compare.turns import hit_places
 from benchmarks.store.loop_bench import control_loop
 from tests import places
 
@@ -66,6 +67,28 @@ def test_a_measurement_that_fails_ends_its_idle_process(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
         failure = pool.submit(measure).exception(WAIT_SECONDS_MAX)
     assert str(failure) == "no chunk came"
+
+
+class Recorded:
+    """An engine and its sidecar, of which only the order of the calls is of interest."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def reset_prefix_cache(self) -> None:
+        self.calls.append("reset")
+
+    def wait(self, what: str, ready: object) -> None:
+        self.calls.append("wait")
+
+
+def test_each_place_of_a_hit_is_as_often_the_first_after_a_wait() -> None:
+    """Hits from host memory always came after a wait, and those of the engine's cache never."""
+    both: Any = Recorded()
+    for number in range(2):
+        for place in hit_places(both, both, number):
+            both.calls.append(place)
+    assert both.calls == ["wait", "reset", "host", "own", "wait", "own", "reset", "host"]
 
 
 def names_in(module: str) -> set[str]:

@@ -12,6 +12,7 @@ stopped (`turns.py`). Prints one JSON object; times are milliseconds unless thei
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.compare.counting import StepCounter
-from benchmarks.compare.turns import awake, resume, stop
+from benchmarks.compare.turns import awake, hit_places, quiet, resume, stop
 from sidecar.demo.model import WORDS, write_model
 from tests.harness.engine import EngineProcess, EngineSpec
 from tests.harness.sidecars import SidecarProcess
@@ -116,13 +117,10 @@ class Bench:
         loaded: dict[str, int] = {}
         with awake(engine):
             engine.generate(prompt, max_tokens=1)
-            for _ in range(self._rounds):
-                quiet(sidecar)
-                engine.reset_prefix_cache()
-                host = engine.generate(prompt, max_tokens=1)
-                own = engine.generate(prompt, max_tokens=1)
-                cold = engine.generate(self.prompt(tokens), max_tokens=1)
-                for name, generation in (("host", host), ("own", own), ("cold", cold)):
+            for number in range(self._rounds):
+                for name in itertools.chain(hit_places(engine, sidecar, number), ["cold"]):
+                    asked = self.prompt(tokens) if name == "cold" else prompt
+                    generation = engine.generate(asked, max_tokens=1)
                     timed[name].append(generation.ttft_ms)
                     loaded[name] = generation.cached_tokens
             prompts = [self.prompt(tokens) for _ in range(self._rounds + 1)]
@@ -148,10 +146,8 @@ class Bench:
         with awake(engine):
             for prompt in prompts:
                 engine.generate(prompt, max_tokens=1)
-            for _ in range(self._rounds):
-                quiet(sidecar)
-                engine.reset_prefix_cache()
-                for name in ("host", "own"):
+            for number in range(self._rounds):
+                for name in hit_places(engine, sidecar, number):
                     handles = [engine.begin(prompt, max_tokens=1) for prompt in prompts]
                     timed[name] += [engine.finish(handle).ttft_ms for handle in handles]
         self.results[f"ttft_ms_{CLIENTS}_clients"] = {
@@ -182,8 +178,9 @@ class Bench:
         held = self.prompt(2000)
         timed: dict[str, list[float]] = {}
         steps: dict[str, list[int]] = {}
-        for _ in range(self._rounds):
-            for arm_name, arm in (("kvlake", folder), ("nothing", nothing)):
+        arms = [("kvlake", folder), ("nothing", nothing)]
+        for number in range(self._rounds):
+            for arm_name, arm in reversed(arms) if number % 2 else arms:
                 with awake(arm.engine):
                     arm.engine.generate(held, max_tokens=1)
                     decodes = [
@@ -252,11 +249,6 @@ def percentiles(values: list[float]) -> dict[str, float]:
 def attached(status: dict[str, Any]) -> bool:
     """Whether an engine of one worker is attached: that, and its scheduler."""
     return len(status["sessions"]) == 2
-
-
-def quiet(sidecar: SidecarProcess) -> None:
-    """Wait until what earlier prompts left to do is done: a hit is measured, not a backlog."""
-    sidecar.wait("no work is pending", lambda status: not any(status["pending"].values()))
 
 
 def restarted(sidecar: SidecarProcess) -> None:

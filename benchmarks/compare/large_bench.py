@@ -22,7 +22,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.compare.engine_bench import attached, quiet
+from benchmarks.compare.engine_bench import attached
+from benchmarks.compare.turns import hit_places
 from sidecar.demo.model import WORDS, write_model
 from tests.harness.engine import EngineProcess, EngineSpec
 from tests.harness.sidecars import SidecarProcess
@@ -64,13 +65,12 @@ def measure(folder: Path, tokens: int, rounds: int) -> dict[str, Any]:
             sidecar.wait("the engine attaches", attached)
             cold_ms = engine.generate(prompt, max_tokens=1).ttft_ms
             loaded = 0
-            for _ in range(rounds):
-                quiet(sidecar)
-                engine.reset_prefix_cache()
-                host = engine.generate(prompt, max_tokens=1)
-                timed["host"].append(host.ttft_ms)
-                timed["own"].append(engine.generate(prompt, max_tokens=1).ttft_ms)
-                loaded = host.cached_tokens
+            for number in range(rounds):
+                for place in hit_places(engine, sidecar, number):
+                    generation = engine.generate(prompt, max_tokens=1)
+                    timed[place].append(generation.ttft_ms)
+                    if place == "host":
+                        loaded = generation.cached_tokens
                 copied.measure()
     median = {name: round(statistics.median(values), 1) for name, values in timed.items()}
     rate = statistics.median(copied.rates)

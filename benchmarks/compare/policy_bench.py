@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from benchmarks.compare.engine_bench import attached, quiet
-from benchmarks.compare.turns import awake, resume, stop
+from benchmarks.compare.engine_bench import attached
+from benchmarks.compare.turns import awake, quiet, resume, stop
 from benchmarks.replay.traces import TraceError, read_trace
 from sidecar.demo.model import WORDS, write_model
 from tests.harness.engine import EngineProcess, EngineSpec

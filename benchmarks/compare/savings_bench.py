@@ -17,7 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.compare.engine_bench import Bench, attached, quiet
+from benchmarks.compare.engine_bench import Bench, attached
+from benchmarks.compare.turns import quiet
 from tests.harness.engine import EngineProcess, EngineSpec
 from tests.harness.sidecars import SidecarProcess
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     from tests.harness.engine import EngineProcess
+    from tests.harness.sidecars import SidecarProcess
 
 
 def stop(engine: EngineProcess) -> None:
@@ -35,3 +36,23 @@ def awake(engine: EngineProcess) -> Generator[None]:
         yield
     finally:
         stop(engine)
+
+
+def quiet(sidecar: SidecarProcess) -> None:
+    """Wait until what earlier prompts left to do is done: a hit is measured, not a backlog."""
+    sidecar.wait("no work is pending", lambda status: not any(status["pending"].values()))
+
+
+def hit_places(
+    engine: EngineProcess, sidecar: SidecarProcess, number: int
+) -> Generator[Literal["host", "own"]]:
+    """Where the hits of a round come from, in order; the engine is ready for each when it is named.
+
+    An engine that was idle answers later, and the first hit of a round comes after a wait. So each
+    place is the first in every second round.
+    """
+    quiet(sidecar)
+    for place in ("own", "host") if number % 2 else ("host", "own"):
+        if place == "host":
+            engine.reset_prefix_cache()
+        yield place
