@@ -120,6 +120,23 @@ def test_a_failed_request_more_than_others_have_is_behind() -> None:
     assert behind_text(one) == "kill-cache, kvlake: failed requests 2, vllm 0 (3.00 times)"
 
 
+def test_what_failed_comes_before_what_was_slow() -> None:
+    """An arm without requests was left out of the list."""
+    rows = [
+        Row("documents", "vllm", requests=9, ttft_p50=1.0),
+        Row("documents", "kvlake", requests=9, ttft_p50=90.0, failures=1),
+        Row("kill-cache", "vllm", requests=9, failures=2),
+        Row("kill-cache", "kvlake", note="not measured: refused"),
+        Row("kill-cache", "kvlake-offloading", failures=1, note="no answer"),
+    ]
+    assert [behind_text(one) for one in behind(report(*rows))] == [
+        "kill-cache, kvlake: answered requests 0, vllm 7 (8.00 times)",
+        "kill-cache, kvlake-offloading: answered requests 0, vllm 7 (8.00 times)",
+        "documents, kvlake: failed requests 1, vllm 0 (2.00 times)",
+        "documents, kvlake: TTFT p50 90 ms, vllm 1 ms (90.00 times)",
+    ]
+
+
 def test_a_cache_in_the_engine_has_no_seconds_of_its_own() -> None:
     assert "in engine" in text_of(compared())
 

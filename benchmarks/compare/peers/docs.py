@@ -49,8 +49,8 @@ def section(report: Report, pictures: dict[str, str]) -> str:
     found = list(behind(report))
     if found:
         lines += paragraph(
-            f"In {len(found)} figures another arm is better than an arm of kvlake, the furthest "
-            "first:"
+            f"In {len(found)} figures another arm is better than an arm of kvlake: failures "
+            "first, then the furthest behind:"
         )
         for one in found:
             lines += wrapped(behind_text(one), "- ", "  ")

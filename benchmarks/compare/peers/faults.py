@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 from typing import TYPE_CHECKING, Final
@@ -23,13 +24,14 @@ from benchmarks.compare.peers.turns import (
     SETTLE_SECONDS,
     all_running,
     attempt,
+    count_since,
     measured,
     revive,
     say,
     start_all,
     turn,
 )
-from benchmarks.compare.peers.under_load import prefix_options
+from benchmarks.compare.peers.under_load import not_measured, prefix_options
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -85,7 +87,7 @@ def restart_cache(comparison: Comparison) -> list[Row]:
         rows.append(row)
         if row.failures and not arm.trouble:
             row.note += "; the engine had to be started again"
-            revive(arm)
+            revive(comparison, arm)
     return rows
 
 
@@ -147,7 +149,10 @@ def second_node(comparison: Comparison) -> list[Row]:
         if arm.name == LIMIT:
             rows.append(own_hits(arm, prompts))
             continue
-        rows.append(on_second_node(comparison, arm.name, prompts))
+        try:
+            rows.append(on_second_node(comparison, arm.name, prompts))
+        except OSError as error:
+            rows.append(Row("second-node", arm.name, note=f"not measured: {error}"[:200]))
     return rows
 
 
@@ -159,11 +164,16 @@ def own_hits(arm: Arm, prompts: list[list[int]]) -> Row:
         before = counts_of(arm)
         answers = [complete(arm.url, prompt, ANSWER_TOKENS) for prompt in prompts]
         row = row_of("second-node", arm.name, answers)
-        return row.count(counts_of(arm).since(before), has_process=False)
+        count_since(row, arm, before, has_process=False)
+        return row
 
 
 def on_second_node(comparison: Comparison, name: str, prompts: list[list[int]]) -> Row:
-    """Store prompts on one node, and ask the other one for them."""
+    """Store prompts on one node, and ask the other one for them.
+
+    The first of them is not measured: a node's first hit from its store takes longer.
+    """
+    first_hit = comparison.tokens(PROMPT_TOKENS)
     store = comparison.folder / f"store-{name}"
     nodes = [comparison.factory.make(name, node=node, store=store) for node in ("first", "second")]
     first, second = nodes
@@ -174,7 +184,7 @@ def on_second_node(comparison: Comparison, name: str, prompts: list[list[int]]) 
                 return Row("second-node", name, note=node.trouble)
         with turn(first):
             complete(first.url, comparison.tokens(PROMPT_TOKENS // 2), 1)
-            for prompt in prompts:
+            for prompt in (first_hit, *prompts):
                 complete(first.url, prompt, ANSWER_TOKENS)
             wait_written(store)
         first.end()
@@ -182,10 +192,11 @@ def on_second_node(comparison: Comparison, name: str, prompts: list[list[int]]) 
             complete(second.url, comparison.tokens(PROMPT_TOKENS // 2), 1)
             # A sidecar learns of objects from its catalog, every 200 ms here.
             time.sleep(1.0)
+            complete(second.url, first_hit, ANSWER_TOKENS)
             before = counts_of(second)
             answers = [complete(second.url, prompt, ANSWER_TOKENS) for prompt in prompts]
             row = row_of("second-node", name, answers)
-            row.count(counts_of(second).since(before), has_process=second.cache is not None)
+            count_since(row, second, before, has_process=second.cache is not None)
         return row
     finally:
         for node in nodes:
@@ -219,8 +230,7 @@ def kill_cache(comparison: Comparison) -> list[Row]:
                 rows.append(killed(comparison, arm, seed))
             except (ToolFailed, OSError) as error:
                 say(f"kill-cache, {arm.name}: {error}")
-                note = f"the tool {str(error).splitlines()[0]}"
-                rows.append(Row("kill-cache", arm.name, note=note))
+                rows.append(Row("kill-cache", arm.name, note=not_measured("the tool", error)))
     return rows
 
 
@@ -234,8 +244,10 @@ def killed(comparison: Comparison, arm: Arm, seed: int) -> Row:
     begun = prompts_of(arm)
     process = start_tool(bench_command(arm.url, comparison.model, result, options, seed=seed), log)
     try:
-        while process.poll() is None and prompts_of(arm) < begun + KILLED_AT_PROMPTS:
-            time.sleep(0.1)
+        # An engine that has ended by itself fails the requests, which the tool counts.
+        with contextlib.suppress(OSError):
+            while process.poll() is None and prompts_of(arm) < begun + KILLED_AT_PROMPTS:
+                time.sleep(0.1)
         arm.cache.server.kill()
         seconds = comparison.size(KILLED_SECONDS_MAX, KILLED_SECONDS_MAX_QUICK)
         load = bench_load(finish_tool(process, log, result, seconds))
@@ -243,7 +255,7 @@ def killed(comparison: Comparison, arm: Arm, seed: int) -> Row:
         stop_tool(process)
     row = load.row("kill-cache", arm.name)
     # What the dead process took is not known.
-    row.count(counts_of(arm).since(before), has_process=False)
+    count_since(row, arm, before, has_process=False)
     if load.ttfts:
         longest = f"longest TTFT {max(load.ttfts):.1f} s"
         row.note = f"{longest}; {row.note}" if row.note else longest

@@ -52,6 +52,9 @@ COMPARED: Final = (
     ("failed requests", "failures", "", False),
 )
 """Heading, field, unit, and whether more is better."""
+ANSWERED: Final = ("answered requests", "answered", "", True)
+"""Compared where an arm of kvlake has no requests, and so no other figures."""
+FAILED: Final = ("answered requests", "failed requests")
 
 
 def scenarios_of(report: Report) -> list[str]:
@@ -65,16 +68,19 @@ def rows_of(report: Report, scenario: str) -> list[dict[str, Any]]:
 
 
 def behind(report: Report) -> Iterator[dict[str, Any]]:
-    """Each figure in which an arm of kvlake is not the best, the furthest behind first."""
+    """Each figure in which an arm of kvlake is not the best: failures, then the furthest behind."""
     found: list[dict[str, Any]] = []
     for scenario in scenarios_of(report):
-        rows = rows_of(report, scenario)
+        rows = [
+            row | {"answered": max(0, row["requests"] - row["failures"])}
+            for row in rows_of(report, scenario)
+        ]
         known = (*OWN_ARMS, LIMIT)
         others = [row for row in rows if row["arm"] not in known and row["requests"]]
         for row in rows:
-            if row["arm"] not in OWN_ARMS or not row["requests"]:
+            if row["arm"] not in OWN_ARMS:
                 continue
-            for heading, field, unit, more in COMPARED:
+            for heading, field, unit, more in COMPARED if row["requests"] else (ANSWERED,):
                 rated = [other for other in others if other[field] is not None]
                 if row[field] is None or not rated:
                     continue
@@ -94,7 +100,7 @@ def behind(report: Report) -> Iterator[dict[str, Any]]:
                             "ratio": ratio(own, other, more=more),
                         }
                     )
-    yield from sorted(found, key=lambda one: -one["ratio"])
+    yield from sorted(found, key=lambda one: (one["figure"] not in FAILED, -one["ratio"]))
 
 
 def distances(report: Report) -> Iterator[dict[str, Any]]:

@@ -89,12 +89,6 @@ def warm_up(comparison: Comparison, arm: Arm) -> None:
             reset_prefix_cache(arm.url)
 
 
-def counted(arm: Arm) -> Counts:
-    """Counters of a paused arm."""
-    with turn(arm, settle=False):
-        return counts_of(arm)
-
-
 @contextmanager
 def all_running(arms: Sequence[Arm]) -> Generator[None]:
     """Let all of them run, to start or restart them together."""
@@ -136,7 +130,10 @@ def measured(
     comparison: Comparison, scenario: str, ask: Callable[[], dict[str, list[Answer]]]
 ) -> list[Row]:
     """Rows of requests one by one: `ask` returns the answers of each arm."""
-    before = {arm.name: counted(arm) for arm in comparison.active}
+    before: dict[str, Counts] = {}
+    for arm in comparison.active:
+        with turn(arm, settle=False):
+            before[arm.name] = counts_of(arm)
     answers = ask()
     reference = [answer.text for answer in answers.get(REFERENCE, [])]
     rows: list[Row] = []
@@ -149,19 +146,35 @@ def measured(
         if reference:
             row.differ = differing([answer.text for answer in own], reference)
         rows.append(row)
-        try:
-            row.count(counted(arm).since(before[arm.name]), has_process=arm.cache is not None)
-        except OSError as error:
-            row.note = f"its engine answers no more: {error}"[:200]
-            revive(arm)
+        with turn(arm, settle=False):
+            counted = count_since(row, arm, before[arm.name], has_process=arm.cache is not None)
+        if not counted:
+            revive(comparison, arm)
     return rows
 
 
-def revive(arm: Arm) -> None:
+def count_since(row: Row, arm: Arm, before: Counts, *, has_process: bool) -> bool:
+    """Add to a row what an arm's counters grew by; if they cannot be read, the row says so.
+
+    What the load measured stays: a request that failed because the engine ended is a result.
+    """
+    try:
+        row.count(counts_of(arm).since(before), has_process=has_process)
+    except OSError as error:
+        problem = f"its engine's metrics could not be read: {error}"[:200]
+        row.note = f"{row.note}; {problem}" if row.note else problem
+        return False
+    return True
+
+
+def revive(comparison: Comparison, arm: Arm) -> None:
     """Start an arm again whose engine or cache did not survive; its counters begin again."""
     say(f"{arm.name} is started again")
     arm.end()
     start_all([arm])
+    if not arm.trouble:
+        with turn(arm):
+            attempt(arm, lambda: warm_up(comparison, arm))
 
 
 def say(text: str) -> None:

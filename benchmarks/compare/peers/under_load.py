@@ -20,7 +20,7 @@ from benchmarks.compare.peers.tools import (
     guidellm_load,
     start_tool,
 )
-from benchmarks.compare.peers.turns import REFERENCE, say, turn
+from benchmarks.compare.peers.turns import REFERENCE, count_since, say, turn
 from benchmarks.replay.workloads import WORKLOADS
 
 if TYPE_CHECKING:
@@ -52,19 +52,24 @@ def run_tool(comparison: Comparison, scenario: str, tool: str, options: Sequence
             try:
                 before = counts_of(arm)
                 load = use_tool(comparison, arm, scenario, tool, options, seed)
-                counts = counts_of(arm).since(before)
             except (ToolFailed, OSError) as error:
                 say(f"{scenario}, {arm.name}: {error}")
-                lines = str(error).strip().splitlines()
-                rows.append(Row(scenario, arm.name, note=f"{tool} {lines[0]} {lines[-1]}"[:200]))
+                rows.append(Row(scenario, arm.name, note=not_measured(tool, error)))
                 continue
             loads[arm.name] = load
             row = load.row(scenario, arm.name)
-            row.count(counts, has_process=arm.cache is not None)
+            count_since(row, arm, before, has_process=arm.cache is not None)
         if load.texts and REFERENCE in loads:
             row.differ = differing(load.texts, loads[REFERENCE].texts)
         rows.append(row)
     return rows
+
+
+def not_measured(tool: str, error: ToolFailed | OSError) -> str:
+    """Why a row has no figures. What is no failure of the tool is one of our own requests."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    who = tool if isinstance(error, ToolFailed) else "not measured:"
+    return " ".join([who, *dict.fromkeys((lines[0], lines[-1]))])[:200]
 
 
 def use_tool(
