@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree as ET
@@ -312,6 +315,22 @@ def test_the_report_has_every_figure(tmp_path: Path, capsys: pytest.CaptureFixtu
         rows = [row for row in report["hits"] if (row["policy"], row["part"]) == (name, "all")]
         cells = [f"{100 * row['hit_ratio']:.1f}" for row in rows]
         assert [name, *cells] in [line.split() for line in text.splitlines()]
+
+
+def test_a_replay_repeats_the_samples_of_density(tmp_path: Path) -> None:
+    """Python's hashes, by which it samples, were others in each run."""
+    path = write(tmp_path / "one.jsonl", {"keys": ["a"], "tokens_per_key": 16})
+    arguments = [str(path), "--tokens", "16", "--policies", "lru", "--quick", "--json"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+    for seed, given in (("0", {}), ("7", {"PYTHONHASHSEED": "7"})):
+        subprocess.run(
+            [sys.executable, "-m", "benchmarks.replay", *arguments, str(tmp_path / seed)],
+            check=True,
+            capture_output=True,
+            env=environment | given,
+        )
+        command = json.loads((tmp_path / seed).read_text())["command"]
+        assert command.startswith(f"PYTHONHASHSEED={seed} python -m benchmarks.replay one.jsonl ")
 
 
 @pytest.mark.parametrize(

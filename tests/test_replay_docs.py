@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from benchmarks.replay.__main__ import main
-from benchmarks.replay.docs import BEGIN, END
+from benchmarks.replay.docs import BEGIN, END, section
 from benchmarks.replay.traces import read_trace
 from benchmarks.replay.workloads import CHUNK_TOKENS, WORKLOADS, merged
 
@@ -34,7 +34,11 @@ def test_a_workload_can_be_replayed(tmp_path: Path, name: str) -> None:
     assert trace.num_different < trace.num_keys, "something is used again"
 
 
-def test_a_replay_fills_its_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_replay_fills_its_section(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = tmp_path / "results" / "replay.json"
+    monkeypatch.setattr("benchmarks.replay.__main__.RESULT", result)
     page = tmp_path / "page.md"
     page.write_text(f"before\n{BEGIN}\n\nearlier\n\n{END}\nafter\n")
     trace = write(tmp_path / "chat.jsonl", "chat", 40)
@@ -46,6 +50,7 @@ def test_a_replay_fills_its_section(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert text.endswith(f"{END}\nafter\n")
     assert "earlier" not in text
     assert "### The second half of each trace" in text
+    assert section(json.loads(result.read_text()), "../images/hits.svg") in text, "page and figures"
     assert text.count("\n| density |") == 5, "hits of two parts, time, the loop, memory"
     assert "../images/hits.svg" in text
     assert all(len(line) <= 100 for line in text.splitlines() if not line.startswith("|"))

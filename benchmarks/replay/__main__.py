@@ -6,7 +6,8 @@
 A chunk is a hit if host memory has it and all chunks before it in the prompt. kvlake's policies run
 with a set of keys and in the sidecar's own engine, whose host memory then holds slots without
 bytes. They are compared with policies from publications, and with the best that is possible
-(`clairvoyant.py`). `traces.py` says what a trace looks like.
+(`clairvoyant.py`). `traces.py` says what a trace looks like. `density` samples by Python's hashes,
+so the process runs with PYTHONHASHSEED=0 unless it is set.
 
 Times are those of this machine at this moment; compare only numbers taken side by side.
 """
@@ -17,11 +18,12 @@ import argparse
 import datetime as dt
 import gc
 import json
+import os
 import platform
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from benchmarks.replay.contenders import (
     CLAIRVOYANT,
@@ -38,6 +40,7 @@ from benchmarks.replay.replay import PARTS
 from benchmarks.replay.report import text_of
 from benchmarks.replay.traces import PromptTrace, TraceError, read_trace
 from benchmarks.run import machine
+from tests import places
 from tiers.policy import POLICIES
 
 if TYPE_CHECKING:
@@ -45,6 +48,9 @@ if TYPE_CHECKING:
 
     from benchmarks.replay.contenders import Ratios
     from benchmarks.replay.report import Report
+
+RESULT: Final = places.ROOT / "benchmarks/results/replay.json"
+SEED: Final = "PYTHONHASHSEED"
 
 
 def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[PromptTrace]]:
@@ -76,7 +82,10 @@ def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw hit ratios, as SVG")
     parser.add_argument(
-        "--docs", type=Path, metavar="FILE", help="also fill the section of this page"
+        "--docs",
+        type=Path,
+        metavar="FILE",
+        help="also fill the section of this page, and write benchmarks/results/replay.json",
     )
     options = parser.parse_args(arguments)
     traces: list[PromptTrace] = []
@@ -90,7 +99,8 @@ def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[
     # Folders of traces say nothing to a reader elsewhere.
     files = {str(path): path.name for path in options.traces}
     given = [files.get(one, one) for one in (sys.argv[1:] if arguments is None else arguments)]
-    options.command = shlex.join(["python", "-m", "benchmarks.replay", *given])
+    seed = f"{SEED}={os.environ.get(SEED, 'random')}"
+    options.command = shlex.join([seed, "python", "-m", "benchmarks.replay", *given])
     names = [trace.name for trace in traces]
     if len(set(names)) < len(names):
         parser.error(f"TRACE: two files have the same name in {names}; rename one")
@@ -172,9 +182,9 @@ def _replay_all(
         report["times"].append(times)
         if options.quick:
             continue
-        served, _, busy_ms = sidecar_ratios(name, trace, capacity, parts, with_store=False)
+        served, _, decision_ms = sidecar_ratios(name, trace, capacity, parts, with_store=False)
         report["hits"] += hits("sidecar", name, served)
-        times["loop_ms_p99"] = round(busy_ms, 3)
+        times["loop_ms_p99"] = round(decision_ms, 3)
         served, read, _ = sidecar_ratios(name, trace, capacity, parts, with_store=True)
         report["hits"] += hits("store", name, served, read)
 
@@ -188,15 +198,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options, traces = _options(arguments)
     report = run(options, traces)
     print(text_of(report))
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    results = [] if options.json is None else [options.json]
     if options.docs is not None:
         fill(options.docs, report, f"../images/{options.plot.name}" if options.plot else "")
+        results.append(RESULT)
+    for path in results:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=1) + "\n")
     if options.plot is not None:
         options.plot.parent.mkdir(parents=True, exist_ok=True)
         options.plot.write_text(svg(report))
 
 
 if __name__ == "__main__":
+    if SEED not in os.environ:
+        # Python reads it at its start only.
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {SEED: "0"})
     main()

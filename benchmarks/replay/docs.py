@@ -76,15 +76,19 @@ def _costs(report: Report, cells: Sequence[tuple[str, int]]) -> list[str]:
             for policy in dict.fromkeys(row["policy"] for row in report["times"])
         ),
     )
-    busy = {
+    decisions = {
         (row["policy"], row["trace"], row["tokens"]): row.get("loop_ms_p99", 0.0)
         for row in report["times"]
     }
-    lines += ["Milliseconds for which a message of an engine keeps the event loop busy (99%):", ""]
+    lines += [
+        "Milliseconds that the sidecar's core takes to decide on a message of an engine (99%),",
+        "without a store and without carrying out what it decides:",
+        "",
+    ]
     lines += _table(
         _columns(cells),
         (
-            [policy, *(f"{busy[policy, *cell]:.2f}" for cell in cells)]
+            [policy, *(f"{decisions[policy, *cell]:.2f}" for cell in cells)]
             for policy in dict.fromkeys(row["policy"] for row in report["times"])
         ),
     )

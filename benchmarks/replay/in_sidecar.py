@@ -127,8 +127,8 @@ class SidecarCache:
         """What a chunk in the store says of the one before it."""
         self.reads: list[int] = []
         """Chunks that were read from the store, by request."""
-        self.busy_ms: list[float] = []
-        """How long each message kept the event loop busy."""
+        self.decision_ms: list[float] = []
+        """What the core took to decide on each message, without carrying out its commands."""
         for session_id, role in ((SCHEDULER, Role.SCHEDULER), (WORKER, Role.WORKER)):
             own = geometry if role is Role.WORKER else None
             group = opened_group(REALM_ID, own, namespace_of(REALM_ID))
@@ -169,7 +169,7 @@ class SidecarCache:
         now = len(self.reads) * REQUEST_SECONDS
         started = time.thread_time()
         commands = self.engine.handle(Received(session_id, message), now)
-        self.busy_ms.append((time.thread_time() - started) * 1000)
+        self.decision_ms.append((time.thread_time() - started) * 1000)
         self._carry_out(commands)
 
     def _carry_out(self, commands: list[Command]) -> None:
