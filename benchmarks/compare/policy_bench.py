@@ -20,7 +20,9 @@ import json
 import os
 import random
 import shutil
+import signal
 import statistics
+import sys
 import tempfile
 import time
 from contextlib import ExitStack
@@ -106,6 +108,8 @@ def start(stack: ExitStack, folder: Path, model: str, policy: str, size: int) ->
         connector_extra={"chunk_tokens": BLOCK_TOKENS, "load_tokens_min": BLOCK_TOKENS},
     )
     engine = stack.enter_context(EngineProcess(spec, folder / policy / "engine.log"))
+    # It ends only if it runs.
+    stack.callback(resume, engine)
     engine.wait_ready()
     sidecar.wait("the engine attaches", attached)
     return PolicyArm(engine, sidecar, watched)
@@ -149,8 +153,6 @@ def measure(
             for name in POLICIES if number % 2 else reversed(POLICIES):
                 with awake(arms[name].engine):
                     serve(arms[name], tokens)
-        for arm in arms.values():
-            resume(arm.engine)
         result: dict[str, Any] = {
             "prompt_tokens": sum(len(prompt) * BLOCK_TOKENS + 1 for prompt in prompts),
             "blocks": len(blocks),
@@ -189,6 +191,9 @@ def main() -> None:
     trace = [one.keys[: PROMPT_TOKENS_MAX // BLOCK_TOKENS] for one in whole.requests]
     if not 0 < options.requests <= len(trace):
         parser.error(f"--requests {options.requests}: give 1 to {len(trace)}, as the trace has")
+    # SIGTERM is like Ctrl-C: what was begun is taken away.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     load = os.getloadavg()[0]
     folder = Path(tempfile.mkdtemp(prefix="kvl-policy-", dir="/dev/shm"))
     try:
