@@ -12,9 +12,9 @@ unless it is ABSENT; a detached chunk (corrupt or expired) has only ABSENT and Z
 are a count beside the states, never a state; a chunk that left the directory loses its segments
 when the event ends.
 
-Python's garbage collector does not see chunks and segments (`gc=False`): with 250,000 of them, a
-collection held the event loop, and every copy thread, for half a second. Their only cycle, a chunk
-and its segments, is cut by hand.
+Python's garbage collector does not track chunks and segments (`gc=False`): with 75,000 of them, a
+collection held up the event loop and every copy thread for a quarter of a second. Their only cycle,
+a chunk and its segments, is cut by hand (docs/adr/0057).
 """
 
 import enum
