@@ -35,7 +35,6 @@ import msgspec
 from tiers.policy.key import CacheKey, Left
 from tiers.policy.reuse import (
     AGE_ENDS,
-    AGES,
     KIND_BITS,
     KIND_MASK,
     KINDS,
@@ -72,8 +71,8 @@ _REMOVED: Final = -1
 # A member of an enumeration takes three times as long to find.
 _PINNED: Final = Left.PINNED
 _GONE: Final = Left.GONE
-_Head: TypeAlias = tuple[int, int, float]
-_UNKNOWN: Final[_Head] = (-1, -1, 0.0)
+_Worth: TypeAlias = tuple[int, int, float]
+_UNKNOWN: Final[_Worth] = (0, 0, 0.0)
 _USED_AGAIN: Final = [min(kind % USES + 1, USES - 1) for kind in range(KINDS)] + [1]
 """By kind, how a chunk counts after one more use."""
 
@@ -159,8 +158,10 @@ class DensityPolicy:
         """The first one, until something changes."""
         self._ranks: list[list[float]] | None = None
         """Worth by kind and age; None: the order is LRU."""
-        self._heads: list[_Head] = [_UNKNOWN] * KINDS
-        """By kind, the last use of the first in its queue, and its worth until a time."""
+        self._latest: list[_Worth] = [_UNKNOWN] * KINDS
+        """By kind, the age that was last asked for: its first and last use, and its worth."""
+        self._admitted: CacheKey | None = None
+        """The last key that was admitted, until the next request."""
         self._chosen = REFUSED
         """The queue of the next victims."""
         self._chosen_left = 0
@@ -229,9 +230,9 @@ class DensityPolicy:
         ranks = None if sample.prefers_lru(now) else self._worth
         if ranks is not self._ranks:
             self._ranks = ranks
-            self._heads = [_UNKNOWN] * KINDS
+            self._latest = [_UNKNOWN] * KINDS
         self._chosen_left = 0
-        self._victim = None
+        self._victim = self._admitted = None
 
     def _forget(self) -> None:
         """Forget the older half of the remembered keys, as the other half is full."""
@@ -347,16 +348,13 @@ class DensityPolicy:
         word = young.get(name)
         if word is None:
             word = old.get(name, self._now << _FLAG_BITS)
-        if not word & _WAS_REFUSED:
-            before = hash(parent) & NAME_MASK
-            flags = young.get(before)
-            if flags is None:
-                above = None if parent is None else self._entries.get(parent)
-                if above is None:
-                    flags = old.get(before, 0)
-                else:
-                    flags = _WAS_REFUSED * (above.kind == REFUSED)
-            if not flags & _WAS_REFUSED and self._beats_first(word):
+        if not word & _WAS_REFUSED and (
+            # Mostly the parent was asked for just before, and admitted.
+            (parent is not None and parent == self._admitted) or not self._was_refused(parent)
+        ):
+            victim = self._victim or self._first()
+            if victim is None or self._beats(victim, word):
+                self._admitted = key
                 return True
         old.pop(name, None)
         young[name] = word | _WAS_REFUSED
@@ -364,19 +362,38 @@ class DensityPolicy:
             self._forget()
         return False
 
-    def _beats_first(self, word: int) -> bool:
+    def _was_refused(self, key: CacheKey | None) -> bool:
+        """Whether a parent was refused since it was used last."""
+        name = hash(key) & NAME_MASK
+        word = self._young.get(name)
+        if word is None:
+            entry = None if key is None else self._entries.get(key)
+            if entry is not None:
+                return entry.kind == REFUSED
+            word = self._old.get(name, 0)
+        return bool(word & _WAS_REFUSED)
+
+    def _beats(self, victim: _Entry, word: int) -> bool:
         """Whether what is remembered of a key makes it worth more than the first victim."""
-        oldest = self._victim or self._first()
-        if oldest is None or oldest.kind == REFUSED:
-            return True
-        if oldest.last > word >> _FLAG_BITS:
+        last, kind, worth = victim.last, victim.kind, self._ranks
+        if kind != REFUSED and last > word >> _FLAG_BITS:
             # The victim is of the same request, or of a later one.
             return False
-        worth = self._ranks
-        if worth is None or word & _TRIED:
+        if kind == REFUSED or worth is None or word & _TRIED:
             return True
-        value = worth[oldest.kind][age_of(self._now - oldest.last)]
+        uses = self._now + 1 - last
+        begin, end, value = self._latest[kind]
+        if not begin <= uses <= end:
+            value = self._worth_of(kind, uses)
         return value <= ADMITS_RATIO * worth[word & KIND_MASK][0]
+
+    def _worth_of(self, kind: int, uses: int) -> float:
+        """What a key of a kind is worth, `uses` uses after its last one, counted from 1."""
+        assert self._ranks is not None
+        age = age_of(uses - 1)
+        value = self._ranks[kind][age]
+        self._latest[kind] = (AGE_ENDS[age - 1] + 1 if age else 0, AGE_ENDS[age], value)
+        return value
 
     def victims(self) -> Iterator[CacheKey]:
         """Keys from the least worth on, children before their parents.
@@ -414,11 +431,15 @@ class DensityPolicy:
         if not self._entries:
             return None
         if self._chosen_left > 0 and not self._queues[REFUSED]:
-            queue = self._queues[self._chosen]
-            _clean(queue, self._chosen)
-            if queue:
-                self._victim = queue[0][2]
-                return self._victim
+            kind = self._chosen
+            queue = self._queues[kind]
+            while queue:
+                # As `_stands`, which would take twice the time.
+                last, _, entry = queue[0]
+                if entry.last == last and not entry.children and entry.kind == kind:
+                    self._victim = entry
+                    return entry
+                heapq.heappop(queue)
         victim = self._oldest()
         if victim is None:
             # The newest has no place yet, or parents are in a circle, as no chain of hashes is.
@@ -429,9 +450,9 @@ class DensityPolicy:
 
     def _oldest(self) -> _Entry | None:
         """The one of least worth among the first of each queue."""
-        now, worth, heads, found, least = self._now + 1, self._ranks, self._heads, None, 0.0
+        now, worth, latest, found, least = self._now + 1, self._ranks, self._latest, None, 0.0
         for kind, queue in enumerate(self._queues):
-            # As `_clean`, which would take twice the time.
+            # As `_stands`, which would take twice the time.
             while queue:
                 last, _, entry = queue[0]
                 if entry.last == last and not entry.children and entry.kind == kind:
@@ -444,14 +465,9 @@ class DensityPolicy:
             if worth is None:
                 value = float(last)
             else:
-                known, until, value = heads[kind]
-                if known != last or now > until:
-                    # As `age_of`, which would take twice the time.
-                    uses = now - last
-                    octave = uses.bit_length() - 1
-                    age = min(2 * octave + (uses * uses >> 2 * octave + 1), AGES - 1)
-                    value = worth[kind][age]
-                    heads[kind] = (last, last + AGE_ENDS[age], value)
+                begin, end, value = latest[kind]
+                if not begin <= now - last <= end:
+                    value = self._worth_of(kind, now - last)
             if found is None or value < least or (value == least and last < found.last):
                 found, least = entry, value
         return found
@@ -480,13 +496,3 @@ def _stands(place: _Place, kind: int, naming: _Naming | None = None) -> bool:
         return False
     waits = bool(entry.children) if naming is None else naming.waits(entry)
     return not waits and (naming is None or entry not in naming.over)
-
-
-def _clean(queue: _Queue, kind: int) -> None:
-    """Remove the first of a queue while they do not stand for their entries any more."""
-    while queue:
-        # As `_stands`, which would take twice the time.
-        last, _, entry = queue[0]
-        if entry.last == last and not entry.children and entry.kind == kind:
-            return
-        heapq.heappop(queue)
