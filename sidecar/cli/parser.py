@@ -404,7 +404,7 @@ def _add_asking_options(to: argparse.ArgumentParser, timeout: float = 5.0) -> No
         "--token-file",
         type=Path,
         metavar="FILE",
-        help="the token of http.token_file (default: that of the configuration)",
+        help="the token of http.token_file (default: that of --config, where one is given)",
     )
 
 
