@@ -61,7 +61,7 @@ NAME_MASK: Final = (1 << 30) - 1
 """The part of a key's hash that names it: larger numbers take 8 bytes more."""
 PINNED_MAX: Final = 65_536
 QUEUE_MIN: Final = 1_024
-CHOSEN_FOR: Final = 8
+CHOSEN_FOR: Final = 12
 """Victims at most that come from one queue before their worth is compared again."""
 
 _TRIED: Final = 1 << KIND_BITS
@@ -242,9 +242,9 @@ class DensityPolicy:
 
     def add(self, key: CacheKey, parent: CacheKey | None, uses: int = 0) -> None:
         """Add a key; its kind is that of its last use. Raises `KeyError` if it is there already."""
-        if parent == key:
-            parent = None
         above = None if parent is None else self._entries.get(parent)
+        if above is None and parent == key:
+            parent = None
         entry = _Entry(key, parent if above is None else above.key, above, 0, self._now)
         if self._entries.setdefault(key, entry) is not entry:
             raise KeyError(f"{key!r} was added twice")
