@@ -161,7 +161,7 @@ class DensityPolicy:
         self._latest: list[_Worth] = [_UNKNOWN] * KINDS
         """By kind, the age that was last asked for: its first and last use, and its worth."""
         self._admitted: CacheKey | None = None
-        """The last key that was admitted, until the next request."""
+        """The last key that was admitted, until a request or a refusal."""
         self._chosen = REFUSED
         """The queue of the next victims."""
         self._chosen_left = 0
@@ -356,6 +356,7 @@ class DensityPolicy:
             if victim is None or self._beats(victim, word):
                 self._admitted = key
                 return True
+        self._admitted = None
         old.pop(name, None)
         young[name] = word | _WAS_REFUSED
         if len(young) > self._young_max:

@@ -141,6 +141,18 @@ def test_what_follows_a_refused_chunk_is_refused() -> None:
     assert policy.admits(key("other"), None)
 
 
+def test_what_follows_a_chunk_that_was_admitted_and_then_refused_is_refused() -> None:
+    policy, keys = DensityPolicy(), chain("a", length=4)
+    use(policy, keys)
+    assert policy.admits(keys[2], keys[1])
+    policy.add(keys[0], None)
+    policy.add(keys[1], keys[0])
+    assert not policy.admits(keys[2], keys[1])
+    for one in list(policy.victims()):
+        policy.remove(one)
+    assert not policy.admits(keys[3], keys[2])
+
+
 @pytest.mark.parametrize("other", [False, True])
 def test_what_follows_a_refused_chunk_that_is_cached_is_refused(other: bool) -> None:
     """It would be admitted in place of its parent, and be of no use then."""
