@@ -321,6 +321,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             caches_media=not engine.media_refusal,
             beside_others=self._beside_others,
             adapters=json.dumps(adapters, sort_keys=True) if adapters else "",
+            adapts_media=bool(adapters.get("enable_tower_connector_lora")),
         )
         tracer = Tracer()
         if vllm_config.observability_config.otlp_traces_endpoint:

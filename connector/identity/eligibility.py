@@ -356,14 +356,23 @@ def prefix_match_unsupported_reason(
 # --- what of vLLM's configuration decides ------------------------------------------------------
 
 
+_BY_TOKEN: Final = (
+    *(FullAttentionSpec, MLAAttentionSpec),
+    *(SlidingWindowSpec, ChunkedLocalAttentionSpec),
+)
+"""Kinds of layers whose blocks have a place for each token."""
+
+
 def attention_of(spec: Any) -> Attention | None:
     """What layers of a KV cache group still read of their past; None if the kind is not known."""
+    if type(spec) in _BY_TOKEN and getattr(spec, "tokens_per_state", 1) != 1:
+        # A block is no row of tokens then.
+        return None
     # Not subclasses: they may keep other things in a block than keys and values of its tokens.
     if type(spec) is FullAttentionSpec:
         return FULL
     if type(spec) is MLAAttentionSpec:
-        # With several tokens in one state a block is no row of tokens.
-        return FULL if spec.tokens_per_state == 1 and spec.page_size_padded is None else None
+        return FULL if spec.page_size_padded is None else None
     if type(spec) is SlidingWindowSpec and not getattr(spec, "extra_retained_tokens", 0):
         return Attention(window=int(spec.sliding_window))
     if type(spec) is ChunkedLocalAttentionSpec:

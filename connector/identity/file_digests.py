@@ -2,9 +2,10 @@
 
 Owns the reading of files of a hundred gigabytes, and the cache of their digests in the user's cache
 folder. An entry's key is a stamp: path, device, inode, size and times of a file. A change of the
-file changes one of these, and ctime cannot be set back. If the folder cannot be used, every process
-reads for itself. Files are asked for by their stamps, so what is read is the version that was meant
-when the stamp was taken, or nothing.
+file changes one of these, and ctime cannot be set back. (In a file system image, squashfs or EROFS,
+it is what the image says.) If the folder cannot be used, every process reads for itself. Files are
+asked for by their stamps, so what is read is the version that was meant when the stamp was taken,
+or nothing.
 
 Invariants: of processes that start together one reads, and the others wait for it. A file that
 changes before it was read has no digest. A file that was changed just now is not remembered,

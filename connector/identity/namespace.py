@@ -35,7 +35,14 @@ MEDIA_SETTINGS: Final = (
     "video_pruning_rate",
     "mm_encoder_attn_dtype",
 )
-MODEL_SETTINGS: Final = ("quantization_config", "code_revision", "model_class_overrides")
+MODEL_SETTINGS: Final = (
+    "quantization_config",
+    "code_revision",
+    "model_class_overrides",
+    # Such an engine may take longer prompts than the window, and then without it.
+    "disable_sliding_window",
+)
+KERNEL_SETTINGS: Final = ("moe_backend", "linear_backend", "linear_backend_per_quant")
 ADAPTER_SETTINGS: Final = (
     "target_modules",
     "enable_moe_shared_loras",
@@ -53,6 +60,15 @@ _QUANTIZATION_VARIABLES: Final = {
 
 With what vLLM takes each for if it is not set.
 """
+_KERNEL_VARIABLES: Final = {
+    "VLLM_USE_DEEP_GEMM": "1",
+    "VLLM_MOE_USE_DEEP_GEMM": "1",
+    "VLLM_USE_DEEP_GEMM_E8M0": "1",
+    "VLLM_DISABLED_KERNELS": "",
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH": "0",
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE": "0",
+}
+"""The same of quantized models: some kernels quantize their weights again, or activations, too."""
 LLAMA4_TUNED_FROM: Final = 32_768
 """Beyond this `max_model_len` Llama 4 scales its queries, unless told otherwise."""
 _CUDA_BACKENDS_BY_TOKEN: Final = {
@@ -219,10 +235,11 @@ def encoding_of(vllm_config: Any, block_tokens: int, spec: Any) -> str:
         return f"cpu-{architecture}-mla{BY_TOKEN}"
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # pyright: ignore[reportPrivateUsage]
 
-    isa = _get_attn_isa(
-        spec.dtype, block_tokens, spec.head_size, str(vllm_config.cache_config.cache_dtype)
-    )
-    return f"cpu-{architecture}-{isa}"
+    # As the backend does: by the model's dtype, also where the cache has another one.
+    dtype, cache_dtype = vllm_config.model_config.dtype, str(vllm_config.cache_config.cache_dtype)
+    isa = _get_attn_isa(dtype, block_tokens, spec.head_size, cache_dtype)
+    # Up to 0.2.0, engines with an FP8 cache named it by the cache's dtype, and so wrongly.
+    return f"cpu-{architecture}-{isa}" + "-fp8" * cache_dtype.startswith("fp8")
 
 
 # --- settings beyond weights, dtypes and geometry ---------------------------------------------
@@ -252,6 +269,8 @@ def engine_settings(vllm_config: Any) -> dict[str, Any]:
     if model.architecture not in model.architectures:
         # For example Transformers' own classes in place of vLLM's.
         description["architecture"] = str(model.architecture)
+    if kernels := _kernel_settings(vllm_config):
+        description["kernels"] = kernels
     if files := _quantization_files(model):
         description["quantization_files"] = files
     cache = vllm_config.cache_config
@@ -279,16 +298,38 @@ def engine_settings(vllm_config: Any) -> dict[str, Any]:
             "release": release,
             "eager": bool(model.enforce_eager),
         }
-    if model.multimodal_config and (media := media_settings(model.multimodal_config)):
+    if model.multimodal_config:
+        description |= _of_media(model)
+    return description
+
+
+def _kernel_settings(vllm_config: Any) -> dict[str, Any]:
+    """How kernels of a quantized model are chosen: some quantize its weights again, or more."""
+    if vllm_config.model_config.quantization is None:
+        return {}
+    given = _given(getattr(vllm_config, "kernel_config", None), KERNEL_SETTINGS)
+    return {name: value for name, value in given.items() if value != "auto"}
+
+
+def _of_media(model: Any) -> dict[str, Any]:
+    """The same of a model that takes images, audio or video."""
+    description: dict[str, Any] = {}
+    if media := media_settings(model.multimodal_config):
         description["media"] = media
+    if model.config_format != "auto":
+        # Mistral's own processor and Hugging Face's make other pixels of an image.
+        description["config_format"] = str(model.config_format)
     return description
 
 
 def _quantization_files(model: Any) -> dict[str, str]:
     """Digests of quantization settings that are neither in the model nor in its options."""
+    variables = _QUANTIZATION_VARIABLES
+    if model.quantization is not None:
+        variables = variables | _KERNEL_VARIABLES
     given = {
         name: text
-        for name, default in _QUANTIZATION_VARIABLES.items()
+        for name, default in variables.items()
         if (text := os.environ.get(name, default)) != default
     }
     if isinstance(model.hf_overrides, dict):

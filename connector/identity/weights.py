@@ -66,7 +66,11 @@ _WITHOUT_EFFECT: Final = (
     *("rng_state*", "trainer_state.json", "*_results.json", "events.out.tfevents*"),
 )
 """Names of files that no KV depends on. All others count."""
-_FOLDERS_WITHOUT_EFFECT: Final = ("__pycache__", "checkpoint-*", "np", "original", "runs")
+_FOLDERS_WITHOUT_EFFECT: Final = (
+    *("__pycache__", "checkpoint-*", "np", "original", "runs"),
+    # At the root of a volume, where only root may read it.
+    "lost+found",
+)
 
 
 class WeightsUnknown(Exception):
@@ -179,6 +183,10 @@ def model_identity(
             f"model {model!r} came without a commit, and its name may mean other weights tomorrow; "
             "name a commit with --revision"
         )
+    if not dummy and load_format != "auto":
+        # With "auto" vLLM takes a repository's consolidated files, if there are any. They need not
+        # be the same weights, and other formats read the files beside them.
+        others.setdefault("load_format", "hf")
     return others | {"name": model, "revision": str(commit or revision or "")}
 
 

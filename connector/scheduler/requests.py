@@ -9,7 +9,7 @@ our keys do not describe. Does not own any decision about loading or storing.
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,9 @@ from tiers.kv.keys import KeyChain, MediaItem, root_key
 logger = logging.getLogger("vllm.kvlake")
 
 _Name: TypeAlias = tuple[str, str]
+
+_SEVERAL: Final = "several"
+"""Instead of the digest of an adapter's files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,8 @@ class Settings:
     """Other connectors may load, too."""
     adapters: str = ""
     """How LoRA adapters are applied, unless by vLLM's defaults."""
+    adapts_media: bool = False
+    """Whether adapters change the embeddings of images."""
 
 
 @dataclass(slots=True)
@@ -117,6 +122,8 @@ class RequestState:
     """Its KV may be of other weights than its keys say, so it is neither loaded nor stored. Also of
     a request that came before the weights were identified."""
     prompt_tail_done: bool = False
+    next_store_tokens: int = 0
+    """With fewer computed tokens there is nothing more to store, unless states are handed over."""
     undrafted: bool = False
     """A step left out the drafter, whose layers lack KV from there on."""
     expects_until: float | None = None
@@ -294,6 +301,8 @@ class Requests(dict[str, RequestState]):
         self.ended: list[RequestState] = []
         """Requests that ended and whose last stores were not sent yet."""
         self._reader = RequestParamsReader()
+        self._files_by_name: dict[str, str] = {}
+        """By the name of an adapter that may change embeddings."""
         self.generation = b""
         """Part of every new key. A new value hides everything that was stored before."""
 
@@ -310,6 +319,8 @@ class Requests(dict[str, RequestState]):
             if request.mm_features and not self._settings.caches_media:
                 return None
             adapter = self.adapters.of(request.lora_request)
+            if self._settings.adapts_media and self._has_old_embeddings(request, adapter or ""):
+                return None
             if adapter is None:
                 # vLLM's own prefix cache gets what it computes, under the adapter's name.
                 self._prefix_cache.distrust_adapter(request.lora_request)
@@ -333,6 +344,24 @@ class Requests(dict[str, RequestState]):
             self[request.request_id] = state
         state.extend()
         return state
+
+    def _has_old_embeddings(self, request: Any, files: str) -> bool:
+        """Whether images of a request may have embeddings of earlier files of its adapter.
+
+        vLLM keeps embeddings by the adapter's name, whatever its path.
+        """
+        if request.lora_request is None:
+            return False
+        name: str = request.lora_request.lora_name
+        if self._files_by_name.setdefault(name, files) not in (files, _SEVERAL):
+            self._files_by_name[name] = _SEVERAL
+            logger.warning(
+                "kvlake: adapter %s has other files than before, and vLLM may keep embeddings that "
+                "the earlier ones made: its requests with images are not cached until the engine "
+                "is restarted; use a new name for new weights",
+                name,
+            )
+        return bool(request.mm_features) and self._files_by_name[name] == _SEVERAL
 
     def end(self, request_id: str) -> RequestState | None:
         """Forget a request. Returns its state if it was cached."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Iterator
+from dataclasses import fields
+from fractions import Fraction
 from math import lcm
 from pathlib import Path
 from types import SimpleNamespace
@@ -305,6 +307,12 @@ def test_random_conversations_in_a_small_cache(
         state_of(mamba_cache_mode="none"),
         state_of(mamba_cache_mode="all"),
         SimpleNamespace(block_size=16),
+        # Four places for each token.
+        *(
+            spec_of(SlidingWindowSpec, sliding_window=64, tokens_per_state=Fraction(1, 4))
+            for one in fields(SlidingWindowSpec)
+            if one.name == "tokens_per_state"
+        ),
     ],
 )
 def test_unknown_kinds_have_no_attention(spec: Any) -> None:

@@ -80,6 +80,7 @@ class TestNamespace:
             {"load_format": "somebodys"},
             {"class_overrides": {"LlamaForCausalLM": "mine:Llama"}},
             {"quantization_config": {"linear": "fp8"}},
+            {"without_window": True},
             {"architecture": "TransformersForCausalLM"},
             {"runner": "pooling"},
             {"lora_dtype": torch.float16},
@@ -140,6 +141,29 @@ class TestNamespace:
         monkeypatch.setenv(name, default)
         assert namespace(model) == before
 
+    @pytest.mark.promise("engine-settings")
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"moe_backend": "marlin"},
+            {"per_quant": {"nvfp4_w4a16": "humming"}},
+            {"VLLM_USE_DEEP_GEMM": "0"},
+            {"VLLM_DISABLED_KERNELS": "CutlassFP8ScaledMMLinearKernel"},
+        ],
+    )
+    def test_kernels_count_where_weights_are_quantized(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+    ) -> None:
+        """Some quantize the weights again. In other models they change only rounding."""
+        model = write_weights(tmp_path)
+        before = [namespace(model), namespace(model, quantization="fp8")]
+        for name, value in changes.items():
+            if name.isupper():
+                monkeypatch.setenv(name, value)
+        after = [namespace(model, **changes), namespace(model, quantization="fp8", **changes)]
+        assert after[0] == before[0]
+        assert after[1] != before[1]
+
     def test_tensorizer_weights_in_another_place(self, tmp_path: Path) -> None:
         write_weights(tmp_path)
         (tmp_path / "model.tensors").write_bytes(b"a" * 5000)
@@ -192,6 +216,10 @@ class TestNamespace:
         write_weights(tmp_path)
         assert namespace(tmp_path, media={}) == namespace(tmp_path)
         assert namespace(tmp_path, media={"mm_processor_cache_gb": 1}) == namespace(tmp_path)
+        # For a Mistral model it chooses the processor of images.
+        as_hugging_face: Any = {"config_format": "hf"}
+        assert namespace(tmp_path, media={}, **as_hugging_face) != namespace(tmp_path)
+        assert namespace(tmp_path, **as_hugging_face) == namespace(tmp_path)
         scales = tmp_path / "scales.json"
         found = set[bytes]()
         for text in ("{}", '{"a": 1}'):
@@ -287,6 +315,20 @@ class TestNamespace:
     def test_the_cpu_encoding_names_how_kernels_pack(self, tmp_path: Path) -> None:
         spec = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=64, dtype=torch.bfloat16)
         assert encoding_of(config_of(tmp_path), 32, spec).startswith("cpu-")
+
+    @pytest.mark.promise("engine-settings")
+    def test_cpus_that_pack_a_quantized_cache_in_tiles_share_with_no_others(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """vLLM decides that by the model's dtype, not by the cache's."""
+
+        def of(tiles: bool, dtype: torch.dtype) -> bytes:
+            monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
+            return namespace(folder, dtype=torch.uint8, cache_dtype="fp8", model_dtype=dtype)
+
+        folder = write_weights(tmp_path)
+        assert of(True, torch.bfloat16) != of(False, torch.bfloat16)
+        assert of(True, torch.float16) == of(False, torch.float16)
 
 
 def test_the_gpu_encoding_names_what_selects_the_kernels(

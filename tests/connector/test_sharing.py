@@ -269,6 +269,41 @@ class TestWhoShares:
         assert set(engine.role.requests) == ({"text"} if counted else {"image", "text"})
         assert ("images, audio or video are not cached" in caplog.text) == counted
 
+    @pytest.mark.promise("adapters", "multimodal")
+    def test_images_of_an_adapter_that_became_another_are_not_cached(
+        self, make: Callable[..., Engine], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """vLLM keeps embeddings by the adapter's name, also if the files are in another folder."""
+        engine = make(media_cache_gb=4.0, adapters={"enable_tower_connector_lora": True})
+        image = MultiModalFeatureSpec(
+            data=None,
+            modality="image",
+            identifier="a:cat",
+            mm_position=PlaceholderRange(offset=10, length=20),
+        )
+        adapters: dict[str, LoRARequest] = {}
+        for number, (version, name) in enumerate((("1", "a"), ("2", "a"), ("3", "b")), 1):
+            folder = tmp_path / version
+            folder.mkdir()
+            (folder / "adapter_config.json").write_text("{}")
+            (folder / "adapter_model.safetensors").write_bytes(version.encode() * 100)
+            adapters[version] = LoRARequest(name, number, str(folder))
+
+        def cached(version: str, *features: MultiModalFeatureSpec) -> bool:
+            name = f"r{len(caplog.records)}-{version}-{len(features)}"
+            request = request_of(
+                name, PROMPT, lora_request=adapters[version], mm_features=[*features]
+            )
+            engine.role.new_request(request)
+            return engine.role.requests.pop(name, None) is not None
+
+        assert cached("1", image)
+        assert not cached("2", image)
+        assert cached("2")
+        assert not cached("1", image)
+        assert cached("3", image)
+        assert caplog.text.count("use a new name for new weights") == 1
+
     @pytest.mark.promise("prompt-embeddings", "streaming-input")
     def test_embeddings_and_streams_are_not_cached(self, engine: Engine) -> None:
         embeds = request_of("e", PROMPT)

@@ -189,6 +189,16 @@ class TestFolders:
         assert len({before, one, folder_digest(tmp_path)}) == 3
 
     @pytest.mark.promise("weights")
+    def test_by_default_a_hubs_repository_may_give_other_weights(self) -> None:
+        """Those of Mistral's format, if there are any."""
+        config = SimpleNamespace(_commit_hash="abc")
+
+        def of(load_format: str) -> dict[str, str]:
+            return identity_of("org/m", None, config, load_format=load_format)
+
+        assert of("safetensors") == of("fastsafetensors") != of("auto") != of("mistral")
+
+    @pytest.mark.promise("weights")
     def test_weights_from_other_places(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -291,6 +301,7 @@ class TestFilesBesideTheWeights:
             ".cache/huggingface/download/x.json",
             "original/consolidated.00.pth",
             "checkpoint-5/model.safetensors",
+            "lost+found/model.safetensors",
             "pytorch_model.bin",
             "tf_model.h5",
             "model.onnx",

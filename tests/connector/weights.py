@@ -99,6 +99,8 @@ def config_of(folder: Path, **changes: Any) -> Any:
         try_get_generation_config=dict[str, Any],
         override_generation_config=values.get("generation", {}),
         quantization_config=values["quantization_config"],
+        disable_sliding_window=values.get("without_window", False),
+        config_format=values.get("config_format", "auto"),
         hf_config_path=values["hf_config_path"],
         model_class_overrides=values["class_overrides"],
         multimodal_config=None if media is None else MultiModalConfig(**media),
@@ -120,6 +122,11 @@ def config_of(folder: Path, **changes: Any) -> Any:
             tensor_parallel_size=values.get("tensors", 1),
             data_parallel_size=values.get("data_ranks", 1),
             enable_expert_parallel=values.get("by_expert", False),
+        ),
+        kernel_config=SimpleNamespace(
+            moe_backend=values.get("moe_backend", "auto"),
+            linear_backend="auto",
+            linear_backend_per_quant=values.get("per_quant"),
         ),
         lora_config=lora_dtype and SimpleNamespace(lora_dtype=lora_dtype),
     )

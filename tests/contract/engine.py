@@ -87,13 +87,16 @@ ENGINE: Final[dict[str, Used]] = {
     ),
     "vllm.config.vllm:VllmConfig": Used(
         attributes(
-            "attention_config cache_config kv_events_config kv_transfer_config load_config "
-            "lora_config "
+            "attention_config cache_config kernel_config kv_events_config kv_transfer_config "
+            "load_config lora_config "
             "mamba_config model_config observability_config parallel_config scheduler_config "
             "speculative_config"
         )
         | attributes("aux_output_config use_v2_model_runner")
         | {"num_speculative_tokens": PROPERTY}
+    ),
+    "vllm.config.kernel:KernelConfig": Used(
+        attributes("moe_backend linear_backend linear_backend_per_quant")
     ),
     "vllm.config.observability:ObservabilityConfig": Used(attributes("otlp_traces_endpoint")),
     "vllm.tracing.otel:extract_trace_context": Used({"": "(headers)"}),
@@ -104,7 +107,7 @@ ENGINE: Final[dict[str, Used]] = {
         attributes(
             "model model_weights revision hf_config hf_text_config hf_overrides quantization "
             "max_model_len use_mla multimodal_config quantization_config code_revision "
-            "model_class_overrides "
+            "model_class_overrides disable_sliding_window config_format "
             "hf_config_path runner_type convert_type pooler_config enforce_eager "
             "enable_cumem_allocator override_generation_config original_max_model_len"
         )

@@ -15,7 +15,12 @@ from typing import Any
 
 import pytest
 
-from connector.identity.namespace import ADAPTER_SETTINGS, MEDIA_SETTINGS, MODEL_SETTINGS
+from connector.identity.namespace import (
+    ADAPTER_SETTINGS,
+    KERNEL_SETTINGS,
+    MEDIA_SETTINGS,
+    MODEL_SETTINGS,
+)
 from connector.options import VLLM_OFFLOADING_OPTIONS
 from tests import places
 from tests.contract.base import BASE_CLASS, LEFT_ALONE, OVERRIDDEN
@@ -133,7 +138,7 @@ def test_every_class_of_vllms_is_gone_through() -> None:
 def test_what_is_read_with_a_default_is_in_the_surface() -> None:
     """A field that is gone would be taken for one that says nothing."""
     known = {name for used in USED.values() for name in used.members} | {*OVERRIDDEN}
-    settings = {*MEDIA_SETTINGS, *MODEL_SETTINGS, *ADAPTER_SETTINGS}
+    settings = {*MEDIA_SETTINGS, *MODEL_SETTINGS, *ADAPTER_SETTINGS, *KERNEL_SETTINGS}
     settings |= {"decode_context_parallel_size", "prefill_context_parallel_size"}
     assert settings <= known
     for path in (places.ROOT / "connector").rglob("*.py"):
