@@ -158,7 +158,8 @@ class WorkerRole:
         session = self._refresh_session()
         fence = self.fence
         self._step += 1
-        if session is None or fence is None or not self._signal(fence):
+        # A sidecar that hangs in a copy keeps the page locked, and no job can be revoked.
+        if session is None or fence is None or fence.revoking or not self._signal(fence):
             for job in jobs:
                 self._end(job, Outcome.FAILED)
             return

@@ -271,6 +271,20 @@ class TestDeadline:
         assert results.report.loads_expired == 1
         assert not results.report.empty
 
+    def test_nothing_is_sent_while_a_copy_keeps_a_late_job_from_ending(self, rank: Rank) -> None:
+        """A sidecar that is frozen in a copy keeps what it was sent, and gets no more."""
+        rank.role.submit(StepPlan([load(2, "a")], []))
+        with rank.fence.copying(2):
+            rank.clock.now += LOAD_SECONDS
+            rank.role.collect()
+            rank.role.submit(StepPlan([load(3, "b")], [store(4)]))
+            results = rank.role.collect()
+            assert results.failed == {"b"}
+            assert results.report.ended == {4: 1}
+        assert rank.role.collect().failed == {"a"}
+        rank.role.submit(StepPlan([load(5, "c")], []))
+        assert len(rank.client.sent_of(Submit)) == 2
+
     def test_a_worker_that_waits_to_revoke_is_not_starved(self, rank: Rank) -> None:
         rank.role.submit(StepPlan([load(2, "a")], [store(3)]))
         rank.clock.now += LOAD_SECONDS

@@ -138,6 +138,10 @@ def strike_sidecar(world: World, cell: Cell, staged: Staged, row: Row) -> None:
     row.others = told(world.generate(world.witness, world.sealed_salt))
     if stopped:
         sleep_until_late(struck, cell)
+        if waits:
+            # Once one of its loads is late, the engine sends no others.
+            own = told(world.generate(world.victim, world.sealed_salt))
+            row.others = f"{row.others}; its own engine: {own}"
         world.let_go()
         world.resume()
         if cell.stage is Stage.DRAIN:
