@@ -201,7 +201,8 @@ class Collector:
             while waited < due_in:
                 await anyio.sleep(min(CROWDED_SECONDS, due_in - waited))
                 waited += CROWDED_SECONDS
-                if self._logs_unmerged() >= CROWDED_FILES:
+                # After a failed round the others may be able to, unless this one keeps polling.
+                if self._logs_unmerged() >= CROWDED_FILES and not self._failing:
                     break
             due_in = every
             if self.state == "on":
@@ -229,19 +230,18 @@ class Collector:
         except Superseded as error:
             self.collected.rounds_left += 1
             _logger.info("collection is left to another sidecar", extra=fields(reason=error))
-        except TierError as error:
+        except Exception as error:
             self.collected.rounds_failed += 1
+            if not isinstance(error, TierError):
+                # What is in a bucket is foreign. It must not end the sidecar, which serves engines.
+                _logger.exception("collection failed")
+            elif not self._failing:
+                _logger.warning("collection failed", extra=fields(reason=error))
             if self._failing:
                 # The others see the lease move at each of these polls, and run no round. They may
                 # be able to.
                 every *= 2
-            else:
-                _logger.warning("collection failed", extra=fields(reason=error))
             self._failing = True
-        except Exception:
-            # What is in a bucket is foreign. It must not end the sidecar, which serves engines.
-            self.collected.rounds_failed += 1
-            _logger.exception("collection failed")
         return min(every, self._lease.expires_in or every)
 
     async def _round(self) -> None:

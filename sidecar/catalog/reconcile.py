@@ -230,6 +230,11 @@ class Reconciler:
         found = replace(found, written_at=earlier)
         if self._announces:
             for index in range(len(found)):
+                if index and index % ROWS_PER_TURN == 0:
+                    await anyio.lowlevel.checkpoint()
+                    if not all(map(self._realms.knows, realms)):
+                        await self._compare(digest, rows, slowly=slowly)
+                        return
                 self._catalogs.announce(realms[0], found.row(index))
         for realm in realms:
             await self._feed_rows(realm, found)

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import anyio
+import anyio.lowlevel
 import numpy as np
 import pytest
 
-from sidecar.catalog.garbage_collector import Collected, Collector, collect, namespaces
+from sidecar.catalog.garbage_collector import (
+    CROWDED_FILES,
+    Collected,
+    Collector,
+    collect,
+    namespaces,
+)
 from sidecar.catalog.sync import StoreHealth
 from sidecar.config.model import loads
 from tests import places
@@ -219,17 +227,25 @@ async def test_a_lease_that_is_over_and_cannot_be_taken_is_asked_for_in_its_turn
     assert collector.collected.rounds_failed == 1
 
 
-async def test_a_sidecar_whose_rounds_fail_leaves_a_turn_to_the_others() -> None:
-    class Failing(View):
-        async def list(self, *args: Any, **options: Any) -> Listing:
-            if args[0] == FORMAT:
-                raise TierExpired("slow", retryable=True)
-            return await super().list(*args, **options)
+class Failing(View):
+    """A way to a bucket on which namespaces cannot be listed."""
 
+    error: Exception = TierExpired("slow", retryable=True)
+
+    async def list(self, *args: Any, **options: Any) -> Listing:
+        if args[0] == FORMAT:
+            raise self.error
+        return await super().list(*args, **options)
+
+
+@pytest.mark.parametrize("error", [Failing.error, ValueError("a bug")])
+async def test_a_sidecar_whose_rounds_fail_leaves_a_turn_to_the_others(error: Exception) -> None:
     bucket, clock = Bucket(), Clock()
     config = loads("store:\n  url: file:///not/used\n  gc: {every: 10m}\n", environment={})
     health = StoreHealth(creates=True)
-    failing = Collector(Failing(bucket), config, health, lambda: 0, clock)
+    view = Failing(bucket)
+    view.error = error
+    failing = Collector(view, config, health, lambda: 0, clock)
     other = Collector(View(bucket), config, health, lambda: 0, clock)
     due = {failing: 1.0, other: 0.0}
     for _ in range(12):
@@ -238,3 +254,34 @@ async def test_a_sidecar_whose_rounds_fail_leaves_a_turn_to_the_others() -> None
         due[one] += await one.poll()
     assert failing.collected.rounds_failed > 0
     assert other.collected.rounds_left < 5
+
+
+async def test_a_crowded_catalog_is_polled_early_unless_the_last_round_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Over(Exception):
+        pass
+
+    class Counting(Collector):
+        polls = 0
+
+        async def poll(self) -> float:
+            self.polls += 1
+            return await super().poll()
+
+    async def sleep(seconds: float) -> None:
+        await anyio.lowlevel.checkpoint()
+        clock.now += seconds
+        if clock.now > 7200.0:
+            raise Over
+
+    monkeypatch.setattr(anyio, "sleep", sleep)
+    config = loads("store:\n  url: file:///not/used\n  gc: {every: 10m}\n", environment={})
+    health, polls = StoreHealth(creates=True), list[int]()
+    for way in (View, Failing):
+        clock = Clock()
+        collector = Counting(way(Bucket()), config, health, lambda: CROWDED_FILES, clock)
+        with pytest.raises(Over):
+            await collector.run()
+        polls.append(collector.polls)
+    assert polls[0] > 12 > polls[1]

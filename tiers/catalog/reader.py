@@ -200,6 +200,7 @@ class CatalogReader:
 
     async def changes(self) -> AsyncGenerator[Rows]:
         """Rows that are new since the last call, file by file. Raises `TierUnavailable`."""
+        all_due = self._paged >= PAGED_MAX
         contents = await self._list()
         listed_all = not self._paged
         if self._fresh and not contents.manifests and not contents.logs:
@@ -218,6 +219,8 @@ class CatalogReader:
                 async for snapshot in self._reload(manifest):
                     yield snapshot
             self.manifest = manifest
+        if listed_all and (newer is not None or self._unfinished or all_due):
+            # A listing from the positions on has no files of writers without news.
             self._forget(contents)
         # A listing from the positions on has only new files. A new manifest leaves few, and all
         # names are listed at the next refresh.

@@ -14,6 +14,7 @@ from tiers.catalog.compaction import compact
 from tiers.catalog.major_compaction import CompactionPlan
 from tiers.catalog.retention import RetentionRules
 from tiers.catalog.rows import Row, Rows, rows_of
+from tiers.errors import TierExpired
 
 LONG = 1e9
 
@@ -60,3 +61,30 @@ async def test_rows_become_columns_in_a_thread(monkeypatch: pytest.MonkeyPatch) 
     assert log.files == 1
     assert threads
     assert threading.get_ident() not in threads
+
+
+async def test_after_a_failed_read_the_files_of_idle_writers_are_not_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A listing in parts does not show them."""
+    tier = memory()
+    logs = [writer(tier) for _ in range(3)]
+    for log in logs:
+        for number in range(10):
+            log.append(row(number))
+            await log.flush()
+    places.patch(monkeypatch, "CATALOG_PAGE_NAMES", 5)
+    one = reader(tier)
+    await new_rows(one)
+    logs[0].append(row(100))
+    await logs[0].flush()
+
+    async def fail(*_: object) -> None:
+        raise TierExpired("slow", retryable=True)
+
+    with monkeypatch.context() as failing:
+        failing.setattr(tier, "read", fail)
+        with pytest.raises(TierExpired):
+            await new_rows(one)
+    assert await new_rows(one) == [row(100)]
+    assert await new_rows(one) == []
