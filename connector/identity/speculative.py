@@ -42,8 +42,8 @@ class Speculation:
 
     def leaves_out(self, sequences_tokens: Iterable[int]) -> bool:
         """Whether a step that ends at these tokens does not write the drafter's layers."""
-        longest = max(sequences_tokens, default=0)
-        return 0 < self.sequence_tokens_max < longest
+        limit = self.sequence_tokens_max
+        return limit > 0 and max(sequences_tokens, default=0) > limit
 
 
 NO_DRAFTS: Final = Speculation()

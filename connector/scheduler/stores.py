@@ -14,6 +14,7 @@ Invariants:
   it may still be copied.
 """
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -228,14 +229,21 @@ class StorePlanner:
         for state in unknown:
             # For example, a block that vLLM's own cache has only in part.
             state.void |= self.prefix_cache.stale(state.request.lora_request)
+        # Draft tokens and placeholders are not known yet, so they do not count as computed.
+        ahead_tokens = self.settings.speculation.ahead_tokens
         for state, num_tokens in requests:
-            begun = state.step_taken
+            request, waits = state.request, self._waits_for_others(state)
+            begun = not waits or state.step_taken
             state.scheduled_tokens += num_tokens
-            if self._waits_for_others(state) and not begun:
+            if not begun or state.void or state.undrafted or not state.request_params.writes:
                 continue
-            if state.request_params.writes and not (state.void or state.undrafted):
-                handed = [*states.get(state.request.request_id, ()), *self._states_held(state)]
-                self._store_scheduled(state, num_tokens, block_ids_of, handed)
+            handed = states.get(request.request_id, ())
+            if state.begins_tokens:
+                handed = [*handed, *self._states_held(state)]
+            computed = request.num_computed_tokens + num_tokens
+            computed = min(computed, request.num_tokens - ahead_tokens)
+            if handed or computed >= state.next_store_tokens:
+                self._store_scheduled(state, computed, block_ids_of, handed)
 
     def _waits_for_others(self, state: RequestState) -> bool:
         """Whether to store of a request only after its first step, when all loads are known.
@@ -248,29 +256,20 @@ class StorePlanner:
     def _states_held(self, state: RequestState) -> list[State]:
         """States that a request begins with: vLLM never hands them over again if they were lost."""
         end_tokens, state.begins_tokens = state.begins_tokens, 0
-        if not end_tokens:
-            return []
         recurrent = [one.group for one in state.groups if one.geometry.attention.recurrent]
         return self.prefix_cache.states_at(state.request, end_tokens, recurrent)
 
     def _store_scheduled(
         self,
         state: RequestState,
-        num_tokens: int,
+        computed: int,
         block_ids_of: Callable[[str], Sequence[Sequence[int]]],
         handed: Sequence[State],
     ) -> None:
         request = state.request
-        # Draft tokens and placeholders are not known yet, so they do not count as computed.
-        ahead_tokens = self.settings.speculation.ahead_tokens
-        computed = min(request.num_computed_tokens + num_tokens, request.num_tokens - ahead_tokens)
         prompt_tokens = state.prompt_tokens
         prompt_done = not state.prompt_tail_done and computed >= prompt_tokens
         groups = state.attending
-        if not (prompt_done or handed) and all(
-            computed // group.geometry.chunk_tokens <= group.next_chunk for group in groups
-        ):
-            return
         self.requests.track(request)
         parts = _state_parts(state.groups, handed)
         # A state is of use to another prompt only with the attention up to it. Behind generated
@@ -285,6 +284,10 @@ class StorePlanner:
                 tails += [part for part in tail if part.chunk >= group.next_chunk]
             parts += dict.fromkeys(tails)
         state.prompt_tail_done |= prompt_done
+        next_ends = [group.end_tokens(group.next_chunk + 1, 0) for group in groups]
+        if not state.prompt_tail_done:
+            next_ends.append(prompt_tokens)
+        state.next_store_tokens = min(next_ends, default=sys.maxsize)
         self._plan(state, parts, lambda: block_ids_of(request.request_id))
 
     def finished(
