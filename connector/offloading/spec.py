@@ -19,11 +19,13 @@ import logging
 import os
 import stat
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     LoadStoreSpec,
@@ -183,7 +185,8 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
         if self.config.parallel.rank == 0:
             tokens = self.config.groups[0].tokens_per_block
             refused: dict[str, Any] = {"refusal": reason, "tiers": False}
-            note = refused if reason else identity_note(vllm_config, tokens)
+            num_blocks = len(kv_caches.tensors[0].tensor) if kv_caches.tensors else None
+            note = refused if reason else identity_note(vllm_config, tokens, num_blocks)
             index = vllm_config.parallel_config.data_parallel_index
             endpoint, replay = events_endpoints(vllm_config.kv_events_config, index)
             note["events"] = {"events_endpoint": endpoint, "events_replay": replay}
@@ -239,10 +242,12 @@ def no_tier_reason(vllm_config: Any, num_groups: int, blocks_per_chunk: int) -> 
     )
 
 
-def identity_note(vllm_config: Any, block_tokens: int) -> dict[str, Any]:
+def identity_note(
+    vllm_config: Any, block_tokens: int, num_blocks: int | None = None
+) -> dict[str, Any]:
     """The first worker's note for the scheduler: an identity, or a refusal and its reason.
 
-    The identity is still to be `completed`.
+    The identity is still to be `completed`. `num_blocks` are those of the worker's caches.
     """
     specs = layer_specs_of(vllm_config)
     if reason := (
@@ -265,18 +270,41 @@ def identity_note(vllm_config: Any, block_tokens: int) -> dict[str, Any]:
         identity = offloading_identity(vllm_config, block_tokens)
     except (WeightsUnknown, OSError) as error:
         return {"refusal": str(error), "reason": "weights"}
-    # The drafter's layers are in the same blocks, and vLLM's hashes do not cover it.
-    return {"identity": identity | ({"drafter": drafter} if drafter else {})}
+    if drafter:
+        # The drafter's layers are in the same blocks, and vLLM's hashes do not cover it.
+        identity["drafter"] = drafter
+    if parts := kernel_blocks_of(_layers_of(vllm_config), num_blocks):
+        # A row has the bytes of whole blocks. They lie otherwise in a block that is split.
+        identity["kernel_blocks"] = parts
+    return {"identity": identity}
 
 
-def layer_specs_of(vllm_config: Any) -> list[Any]:
-    """Specs of the layers of this worker's model, which vLLM does not show an offloading spec."""
+def _layers_of(vllm_config: Any) -> list[Any]:
+    """The layers of this worker's model, which vLLM does not show an offloading spec."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
     kind: Any = AttentionLayerBase
     layers: dict[str, Any] = get_layers_from_vllm_config(vllm_config, kind)
-    return [layer.get_kv_cache_spec(vllm_config) for layer in layers.values()]
+    return list(layers.values())
+
+
+def layer_specs_of(vllm_config: Any) -> list[Any]:
+    """Specs of these layers."""
+    return [layer.get_kv_cache_spec(vllm_config) for layer in _layers_of(vllm_config)]
+
+
+def kernel_blocks_of(layers: Sequence[Any], num_blocks: int | None) -> list[int]:
+    """Into how many blocks of its kernels vLLM splits a block, where it splits any.
+
+    Which kernels there are may depend on what is installed, and on what a start can download.
+    """
+    if not num_blocks:
+        return []
+    caches: list[Any] = [vars(layer).get("kv_cache") for layer in layers]
+    caches = [one[0] if isinstance(one, (list, tuple)) and one else one for one in caches]
+    parts = {len(one) // num_blocks for one in caches if isinstance(one, torch.Tensor) and one.ndim}
+    return sorted(part for part in parts if part > 1)
 
 
 def note_path(engine_id: str) -> Path:

@@ -184,6 +184,8 @@ class Staging:
         self.drain()
         self._thread.shutdown()
         self._role.close()
+        # vLLM unmaps it next, which a view prevents.
+        self._region = np.empty((0, 0), dtype=np.uint8)
 
     def _collect(self) -> None:
         results = self._role.collect()

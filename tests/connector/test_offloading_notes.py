@@ -10,9 +10,11 @@ import json
 import os
 import secrets
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.config import LoRAConfig, ModelConfig, set_current_vllm_config
 from vllm.config.mamba import MambaBackendEnum
 from vllm.model_executor.layers.attention import Attention
@@ -245,6 +247,26 @@ def test_adapters_that_vllm_knows_by_their_path(model: Path, allowed: bool) -> N
     if allowed:
         config.lora_config.target_modules = ["q_proj"]
         assert identity_note(config, BLOCK_TOKENS) != note
+
+
+def test_blocks_that_kernels_split_are_told_apart(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's kernels may be others after a restart of the same command."""
+    config = vllm_config(model)
+
+    def of(*numbers: int) -> dict[str, Any]:
+        layers = [SimpleNamespace(kv_cache=torch.zeros(number, 2, 4, 8)) for number in numbers]
+        layers += [SimpleNamespace(kv_cache=[torch.zeros(8, 3)]), SimpleNamespace()]
+        places.patch(monkeypatch, "layer_specs_of", lambda _: [])
+        places.patch(monkeypatch, "_layers_of", lambda _: layers)
+        note = identity_note(config, BLOCK_TOKENS, num_blocks=8)
+        identity: dict[str, Any] = read_now(note["identity"])
+        return identity
+
+    assert "kernel_blocks" not in of(8, 8)
+    assert of(8, 16)["kernel_blocks"] == [2]
+    assert of(16) != of(32) != of(8)
 
 
 class TestNotes:
