@@ -69,6 +69,19 @@ conceal: Final = _process.conceal
 redacted: Final = _process.redacted
 
 
+def redacted_texts(value: object) -> object:
+    """A copy of plain values, with every known secret masked in the texts among them.
+
+    Names and numbers stay as they are: a secret may look like a part of one.
+    """
+    if isinstance(value, dict):
+        items = cast("dict[str, object]", value).items()
+        return {name: redacted_texts(item) for name, item in items}
+    if isinstance(value, (list, tuple)):
+        return [redacted_texts(item) for item in cast("list[object]", value)]
+    return redacted(value) if isinstance(value, str) else value
+
+
 def mask_url(url: str) -> str:
     """A URL without its user, password and query."""
     return _QUERY.sub(f"?{MASK}", _USERINFO.sub(_user_masked, url)) if "://" in url else url

@@ -89,8 +89,12 @@ class Config(Section):
 
     def secrets(self) -> set[str]:
         """Every secret that the configuration holds."""
-        texts = [self.http.token, *(one.salt for one in self.tenants.named.values())]
-        found = {text.get_secret_value() for text in texts if text is not None}
+        named = self.tenants.named
+        found = {one.salt.get_secret_value() for one in named.values() if one.salt is not None}
+        # A salt that is also a tenant's name is shown wherever that name is.
+        found -= named.keys()
+        if self.http.token is not None:
+            found.add(self.http.token.get_secret_value())
         if self.store is not None:
             found |= self.store.secrets()
         return found
@@ -258,6 +262,9 @@ class Source:
             )
         else:
             name, found = match["name"], self._environment.get(match["name"])
+            if found is not None:
+                # As with `$(...)` in a shell: a file that Kubernetes passes on ends with one.
+                found = found.rstrip("\r\n")
             # As in a shell, `:-` also covers a variable that is set but empty.
             if match["default"] is not None:
                 return found or match["default"]
@@ -274,6 +281,9 @@ def _yaml_problem(name: str, error: yaml.MarkedYAMLError) -> str:
     mark = error.problem_mark or error.context_mark
     where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark is not None else name
     said = " ".join(part for part in (error.context, error.problem) if part)
+    if re.search(r"\b(alias|anchor|tag)\b", said):
+        # Without what PyYAML says: the value may be a secret.
+        said = "a value begins with *, & or !, which mean something in YAML; put it in quotes"
     hint = ""
     if "\\t" in said:
         hint = "; indent with spaces, not tabs"

@@ -43,9 +43,11 @@ from sidecar.observe.prompts import PROMPTS_MAX, PROMPTS_SHOWN, PromptDocuments
 from sidecar.observe.status import SidecarStatus
 from sidecar.service.dispatcher import Dispatcher
 from sidecar.service.watchdog import Watchdog
-from tiers.redaction import redacted
+from tiers.redaction import redacted, redacted_texts
 
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+_LABEL: Final = re.compile(r'(?<==)"(?:[^"\\]|\\.)*"')
+"""The value of a label in the text of metrics."""
 LINE_BYTES_MAX: Final = 4096
 """Length of the request line and of each header; aiohttp takes at most 128 headers."""
 SHUTDOWN_SECONDS_MAX: Final = 1.0
@@ -331,8 +333,10 @@ async def _health(_: web.Request) -> web.StreamResponse:
 
 
 async def _metrics(documents: Documents, _: web.Request) -> web.Response:
-    body = redacted(generate_latest(documents.metrics).decode()).encode()
-    return web.Response(body=body, headers={"Content-Type": METRICS_TYPE})
+    text = generate_latest(documents.metrics).decode()
+    if redacted(text) != text:
+        text = _LABEL.sub(lambda match: redacted(match[0]), text)
+    return web.Response(body=text.encode(), headers={"Content-Type": METRICS_TYPE})
 
 
 async def _status(documents: Documents, _: web.Request) -> web.Response:
@@ -451,5 +455,8 @@ def listen_on(host: str, port: int) -> list[socket.socket]:
 
 def _json(document: object, *, status: int = 200, indent: int | None = 2) -> web.Response:
     # Long documents come without indents: these take ten times as long.
-    text = redacted(json.dumps(document, indent=indent)) + "\n"
-    return web.Response(text=text, status=status, content_type="application/json")
+    text = json.dumps(document, indent=indent)
+    if redacted(text) != text:
+        # Not in the text: a secret such as `kvlake` or a number would damage names and numbers.
+        text = json.dumps(redacted_texts(document), indent=indent)
+    return web.Response(text=f"{text}\n", status=status, content_type="application/json")

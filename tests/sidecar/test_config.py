@@ -176,6 +176,22 @@ def test_a_missing_file_is_reported_by_name(tmp_path: Path) -> None:
         load(tmp_path / "latin.yaml")
 
 
+def test_the_end_of_a_line_is_no_part_of_a_variable() -> None:
+    """A file that Kubernetes passes on as a variable has one."""
+    text = "http: {token: '${TOKEN}'}\nlog: {level: '${LEVEL:-info}'}\n"
+    config = loads(text, environment={"TOKEN": "0123456789abcdef\n", "LEVEL": "debug\r\n"})
+    assert config.http.token is not None
+    assert config.http.token.get_secret_value() == "0123456789abcdef"
+    assert config.log.level == "debug"
+
+
+@pytest.mark.parametrize("value", ["*S3cretToken0123456789", "!S3cretToken0123456789"])
+def test_a_secret_that_means_something_in_yaml_is_not_repeated(value: str) -> None:
+    said = problem(f"http:\n  token: {value}\n")
+    assert "S3cret" not in said
+    assert "put it in quotes" in said
+
+
 def test_variables_are_expanded_in_strings() -> None:
     text = """
 store:

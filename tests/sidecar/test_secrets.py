@@ -15,9 +15,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from sidecar.config.model import loads
 from tests import places
+from tests.harness.sidecars import SidecarProcess
 from tests.sidecar.client import Worker, key_of
 from tiers.redaction import Redactor
 
@@ -144,6 +146,27 @@ def test_no_output_of_a_running_sidecar_repeats_a_secret(short_directory: Path, 
     told = log.read_text()
     assert "401 for" in told, "the failure itself is told"
     clean(told, "log")
+
+
+def test_a_secret_that_looks_like_a_name_or_a_number_damages_no_document(
+    short_directory: Path,
+) -> None:
+    salts = {"team-a": "team-a", "team-b": "kvlake", "team-c": "000000", "team-d": "buried"}
+    tenants = {"named": {name: {"salt": salt} for name, salt in salts.items()}}
+    url = f"file://{short_directory}/buried/bucket"
+    config = {"host": {"size": "1000000KiB"}, "tenants": tenants, "store": {"url": url}}
+    with SidecarProcess(short_directory, config) as sidecar:
+        samples = [
+            sample
+            for family in text_string_to_metric_families(sidecar.get("/metrics"))
+            for sample in family.samples
+        ]
+        status = sidecar.status()
+    found = [(one.name, *sorted(one.labels.items())) for one in samples]
+    assert len(found) == len(set(found))
+    assert ("kvlake_tenant_host_bytes", ("tenant", "team-a")) in found
+    assert {one["name"] for one in status["tenants"]} >= salts.keys()
+    assert "buried" not in str(status)
 
 
 @pytest.mark.promise("secrets-commands")
