@@ -312,7 +312,9 @@ class SupervisedSidecar:
             assert self._process is not None
             code = self._process.poll()
             if code is None:
-                return None
+                # One that was started again says nothing when it is ready.
+                self._served = self._served or self._config.runtime.attach_path.exists()
+                return None if self._served else POLL_SECONDS
             if now - self._started >= HEALTHY_SECONDS:
                 self._delay_seconds = RESTART_SECONDS_FIRST
             ending = f"code {code}" if code >= 0 else signal.Signals(-code).name
@@ -336,7 +338,7 @@ class SupervisedSidecar:
                 f"next attempt in {self._delay_seconds:g} s"
             )
             return self._start_later()
-        return None
+        return POLL_SECONDS
 
     def retry(self) -> None:
         """Have `watch` start it, unless one is starting."""
