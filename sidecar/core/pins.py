@@ -247,10 +247,15 @@ class RequestPins(CorePart):
             yield from own.values()
 
     def pin(self, session_id: int, realms: list[Realm], message: Pin, now: float) -> None:
-        """Keep as many of the keys as fit, from the first on; count the others as refused."""
+        """Keep as many of the new keys as fit, from the first on; count the others as refused.
+
+        A hit needs chunks of each group, so of several groups all are kept, or none.
+        """
         deadline = now + message.duration_ms / 1000
         groups = message.groups or itertools.repeat(0)
-        for number, (key, group) in enumerate(zip(message.keys, groups, strict=False)):
+        taken: list[_RequestPin] = []
+        refused = 0
+        for key, group in dict.fromkeys(zip(message.keys, groups, strict=False)):
             realm = realms[group]
             own = self._by_session.get(session_id, {})
             chunk = realm.chunks.get(key)
@@ -259,28 +264,37 @@ class RequestPins(CorePart):
                 if deadline > known.deadline:
                     known.deadline = deadline
                     self._deadlines.add(deadline, known)
-            elif not self._take(session_id, realm, key, message.tenant, deadline):
-                self._counters.pins_refused += len(message.keys) - number
-                return
+                continue
+            pin = None if refused else self._take(session_id, realm, key, message.tenant, deadline)
+            if pin is None:
+                refused += 1
+            else:
+                taken.append(pin)
+        if refused and message.groups:
+            for pin in taken:
+                self._end(pin)
+            refused += len(taken)
+            taken.clear()
+        self._counters.chunks_pinned += len(taken)
+        self._counters.pins_refused += refused
 
     def _take(
         self, session_id: int, realm: Realm, key: bytes, tenant: bytes, deadline: float
-    ) -> bool:
+    ) -> _RequestPin | None:
         if None in realm.layouts:
             # Nothing can be stored yet, and its size is unknown.
-            return False
+            return None
         chunk = self._directory.open_chunk(realm, key, tenant)
         pin = _RequestPin(session_id, chunk, deadline, realm.chunk_bytes, request_pin_cost(realm))
         if not self._admit(pin):
             self._directory.drop_if_unused(chunk)
-            return False
+            return None
         self._pins.pin(session_id, (chunk,))
         self._host.request_pin(chunk)
         self._by_session.setdefault(session_id, {})[chunk] = pin
         self._tenant_bytes[chunk.tenant] += pin.size_bytes
         self._deadlines.add(deadline, pin)
-        self._counters.chunks_pinned += 1
-        return True
+        return pin
 
     def _admit(self, pin: _RequestPin) -> bool:
         shares, tenant, session_id = self._shares, pin.chunk.tenant, pin.session_id

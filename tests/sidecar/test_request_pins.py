@@ -11,7 +11,7 @@ from sidecar.core.tenants import Quota, TenantRules, Tenants
 from sidecar.protocol import Outcome, Role
 from tests import places
 from tests.sidecar.engine_answers import done, messages, only
-from tests.sidecar.engine_names import key, layout, release
+from tests.sidecar.engine_names import GROUP_NUMBERS, key, layout, release
 from tests.sidecar.engine_world import World
 from tests.sidecar.worlds import make_world, no_writes
 
@@ -131,6 +131,24 @@ def test_what_is_over_the_share_is_counted_and_from_the_end() -> None:
     # Loads still get their leases.
     world.lease(scheduler, 7, range(20, 30))
     assert len(world.engine.leases) == 1
+
+
+def test_of_several_groups_all_that_is_new_is_kept_or_none() -> None:
+    """A hit needs chunks of each."""
+    world = make_world(
+        slabs=64, write=WritePolicy.OFF, shares=ShareLimits(pinned_bytes_max=32 * SLOT)
+    )
+    worker = world.open(Role.WORKER, other_realms=[1])
+    scheduler = world.open(Role.SCHEDULER, other_realms=[1])
+    first, other = range(1, 21), range(GROUP_NUMBERS + 1, GROUP_NUMBERS + 21)
+    world.stored(worker, 1, [*first, *other])
+    world.pin(scheduler, [*first[:3], *other[:3]], 10)
+    world.now = 5.0
+    world.pin(scheduler, [*first, *other], 10)
+    counters = world.engine.counters
+    assert (counters.chunks_pinned, counters.pins_refused) == (6, 34)
+    kept = {one.chunk.key: one.deadline for one in world.engine.request_pins}
+    assert kept == {key(number): 15.0 for number in (*first[:3], *other[:3])}
 
 
 def test_a_tenant_at_its_limit_can_still_store() -> None:

@@ -108,18 +108,21 @@ class Retained:
         self._refused = engine.counters.pins_refused
 
     def _pinned(self, engine: Engine, session_id: int, message: Pin, now: float) -> None:
-        """All but those that were refused, which are the last ones, are kept from now on."""
+        """All but those that were refused are kept from now on."""
         session = engine.sessions[session_id]
         until = now + message.duration_ms / 1000
         own = {one.chunk for one in engine.request_pins if one.session_id == session_id}
-        taken = len(message.keys) - (engine.counters.pins_refused - self._refused)
+        refused = engine.counters.pins_refused - self._refused
         groups = message.groups or [0] * len(message.keys)
-        for key, group in list(zip(message.keys, groups, strict=True))[:taken]:
+        for key, group in set(zip(message.keys, groups, strict=True)):
             chunk = engine.directory.realms[session.groups[group].realm_id].chunks.get(key)
             if chunk is None or chunk not in own:
-                raise Violation("a pin is taken or refused", key.hex()[:12])
+                refused -= 1
+                continue
             name = (session_id, chunk)
             self._pins[name] = max(until, self._pins.get(name, 0.0))
+        if refused:
+            raise Violation("a pin is taken or refused", f"{refused} more refused than missing")
 
     def _end(self, session_id: int) -> None:
         for name in [name for name in self._pins if name[0] == session_id]:
