@@ -227,7 +227,7 @@ def test_a_pause_under_load_forgets(folder: Path, engine: EngineProcess, mode: s
         engine.resume()
         # Those that the engine had not begun when it paused end only now.
         for handle in handles:
-            engine.finish(handle)
+            engine.finish_or_refused(handle)
         assert engine.generate(prompt, cache_salt=other).cached_tokens == 0
 
 

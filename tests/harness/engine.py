@@ -214,6 +214,17 @@ class EngineProcess:
         """Wait for a request that was begun."""
         return Generation(**self._wait(handle, seconds))
 
+    def finish_or_refused(self, handle: int) -> None:
+        """Wait for a request that was begun before a pause.
+
+        vLLM 0.33 refuses one that reaches the engine during the pause; earlier releases keep it.
+        """
+        try:
+            self.finish(handle)
+        except EngineFailed as failed:
+            if "RetryableRequestError: Generation is paused" not in str(failed):
+                raise
+
     def abort(self, handle: int) -> None:
         """Abort a request that was begun; its `finish` returns the output until then."""
         self._call("abort", handle=handle)

@@ -57,6 +57,16 @@ def writer(tier: ObjectTier, kind: str = "s") -> LogWriter:
     return LogWriter(tier, FOLDER, new_writer(kind), rows_max=10_000, seconds_max=1.0)
 
 
+async def write_many_files(tier: ObjectTier) -> list[LogWriter]:
+    """Three writers, each of which has written ten files."""
+    logs = [writer(tier) for _ in range(3)]
+    for log in logs:
+        for number in range(10):
+            log.append(row(number))
+            await log.flush()
+    return logs
+
+
 def reader(tier: ObjectTier) -> CatalogReader:
     return CatalogReader(tier, FOLDER, Counts())
 

@@ -9,7 +9,16 @@ import pytest
 
 from sidecar.catalog.garbage_collector import CROWDED_FILES
 from tests import places
-from tests.tiers.catalog.kit import FOLDER, PREFIX, memory, new_rows, reader, row, writer
+from tests.tiers.catalog.kit import (
+    FOLDER,
+    PREFIX,
+    memory,
+    new_rows,
+    reader,
+    row,
+    write_many_files,
+    writer,
+)
 from tiers.catalog.compaction import compact
 from tiers.catalog.major_compaction import CompactionPlan
 from tiers.catalog.retention import RetentionRules
@@ -68,11 +77,7 @@ async def test_after_a_failed_read_the_files_of_idle_writers_are_not_read_again(
 ) -> None:
     """A listing in parts does not show them."""
     tier = memory()
-    logs = [writer(tier) for _ in range(3)]
-    for log in logs:
-        for number in range(10):
-            log.append(row(number))
-            await log.flush()
+    logs = await write_many_files(tier)
     places.patch(monkeypatch, "CATALOG_PAGE_NAMES", 5)
     one = reader(tier)
     await new_rows(one)

@@ -16,6 +16,7 @@ from tests.tiers.catalog.kit import (
     new_rows,
     reader,
     row,
+    write_many_files,
     writer,
 )
 from tests.tiers.tier_suite import image_of
@@ -104,11 +105,7 @@ async def test_many_files_are_listed_from_where_each_writer_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tier = memory()
-    logs = [writer(tier) for _ in range(3)]
-    for log in logs:
-        for number in range(10):
-            log.append(row(number))
-            await log.flush()
+    await write_many_files(tier)
     places.patch(monkeypatch, "CATALOG_PAGE_NAMES", 5)
     one = reader(tier)
     await new_rows(one)
