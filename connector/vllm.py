@@ -115,6 +115,8 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerRole | None = None
         self._allocation: MemfdAllocation | None = None
         self._report = StepReport()
+        self._stale = False
+        """The plan of this step was made without knowing of a change of the weights."""
         self._notice: UncachedNotice | None = None
         self._uncached_requests = 0
         self._prompts = PromptTokens()
@@ -239,8 +241,12 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.restore()
             self._notify_refused_worker()
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing: loads are sent with the step's stores in `wait_for_save`."""
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002 (vLLM's)
+        """Compare the weights with the plan's. Loads are sent with stores in `wait_for_save`.
+
+        That comes before the step's reports, or with a drafter after them.
+        """
+        self._stale = self._weights.unknown_to(self._plan().weight_changes)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: a request is scheduled after its load has ended."""
@@ -252,11 +258,13 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Send this step's jobs. Does not wait: their blocks are held until the answer."""
+        if self._worker is not None:
+            self._worker.submit(self._plan(), self._adapters.holds, stale=self._stale)
+
+    def _plan(self) -> StepPlan:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, KVLakeMetadata)
-        stale = self._weights.unknown_to(metadata.plan.weight_changes)
-        if self._worker is not None:
-            self._worker.submit(metadata.plan, self._adapters.holds, stale=stale)
+        return metadata.plan
 
     def get_transfer_results(
         self,
@@ -269,7 +277,8 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             # Known only after the memory was shared.
             self._worker.refuse(self._engine.refusal)
             self._notify_refused_worker()
-        results = self._worker.collect()
+        plan = self._plan()
+        results = self._worker.collect(idle=plan.idle, waiting=plan.waiting)
         self._report = results.report
         return KVConnectorTransferResults(
             finished_recving=results.loaded, failed_recving=results.failed

@@ -81,8 +81,6 @@ class WorkerRole:
         self._describe = describe
         self._clock = clock
         self._step = 0
-        self._idle = False
-        self._waiting = False
         self.fence: WorkerFence | None = None
         self._session: SidecarSession | None = None
         self.retired: list[WorkerFence] = []
@@ -143,8 +141,6 @@ class WorkerRole:
             # In the middle of a step, so do not wait. Open jobs end as when a sidecar dies. The
             # memory stays until `close`: the client's thread may be sending its descriptor.
             self.client.close(wait_seconds_max=0.0)
-        self._idle = plan.idle
-        self._waiting = plan.waiting
         planned: list[Load | Store] = [*plan.loads, *plan.stores]
         jobs: list[Load | Store] = []
         for job in planned:
@@ -190,16 +186,16 @@ class WorkerRole:
             return False
         return True
 
-    def collect(self) -> TransferResults:
+    def collect(self, *, idle: bool = False, waiting: bool = False) -> TransferResults:
         """Everything that ended since the last call. Call once per step.
 
-        In a step that computes nothing this waits a moment for an answer if any rank or lookup
-        does: vLLM repeats such a step at once, and spinning workers kept a sidecar from running.
-        For its own loads it waits longer: the copy may need the core where it would spin.
+        In an `idle` step this waits a moment for an answer, also if only another rank or a lookup
+        is `waiting`: vLLM repeats such a step at once, and spinning workers kept a sidecar from
+        running. For its own loads it waits longer: the copy may need the core where it would spin.
         """
         self._refresh_session()
         client = self.client
-        if client is not None and self._idle and (self.outstanding or self._waiting):
+        if client is not None and idle and (self.outstanding or waiting):
             loading = any(isinstance(one.job, Load) for one in self.outstanding.values())
             client.wait(LOADS_WAIT_MS if loading else IDLE_WAIT_MS)
         if client is not None and (self.outstanding or self.retired):

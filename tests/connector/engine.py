@@ -151,7 +151,9 @@ class Engine:
                 prompt_logprobs_dict={},
                 pooler_output=[],
             )
-            runner.kv_connector_output = rank.step(output.kv_connector_metadata, forward)
+            runner.kv_connector_output = rank.step(
+                output.kv_connector_metadata, forward, drafts=bool(work and self.draft)
+            )
             outputs.append(runner)
         for request, count in work:
             self.computed[request.request_id] += count

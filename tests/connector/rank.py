@@ -107,14 +107,20 @@ class Rank:
         loaded = self.connector._adapters  # noqa: SLF001 (its public names are vLLM's)
         loaded.note(lora, loaded.begin(lora))
 
-    def step(self, metadata: Any, forward: Callable[[Rank], None]) -> KVConnectorOutput:
-        """One step, as `KVConnectorModelRunnerMixin` does it."""
+    def step(
+        self, metadata: Any, forward: Callable[[Rank], None], *, drafts: bool = False
+    ) -> KVConnectorOutput:
+        """One step, as `KVConnectorModelRunnerMixin` does it.
+
+        If it `drafts`, it saves last: a drafter writes KV after the step's output is made.
+        """
         connector = self.loaded
         connector.handle_preemptions(metadata)
         connector.bind_connector_metadata(metadata)
         forward(self)
         connector.start_load_kv(cast("Any", None))
-        connector.wait_for_save()
+        if not drafts:
+            connector.wait_for_save()
         results = connector.get_transfer_results(set())
         output = KVConnectorOutput(
             finished_sending=results.finished_sending,
@@ -124,5 +130,7 @@ class Rank:
             kv_connector_stats=connector.get_kv_connector_stats(),
             kv_connector_worker_meta=connector.build_connector_worker_meta(),
         )
+        if drafts:
+            connector.wait_for_save()
         connector.clear_connector_metadata()
         return output

@@ -96,7 +96,9 @@ class AsyncEngine(Engine):
                 prompt_logprobs_dict={},
                 pooler_output=[],
             )
-            runner.kv_connector_output = rank.step(output.kv_connector_metadata, forward)
+            runner.kv_connector_output = rank.step(
+                output.kv_connector_metadata, forward, drafts=bool(work and self.draft)
+            )
             outputs.append(runner)
         between()
         self._batches.append(lambda: self._take(output, outputs, []))

@@ -19,6 +19,7 @@ from connector.vllm_workarounds import WEIGHT_CALLS, WeightChanges
 from tests.connector.configurations import request_of
 from tests.connector.engine import Engine
 from tests.connector.prompts import CACHED, PROMPT, chain_of
+from tests.connector.test_speculative import NGRAM
 
 pytestmark = pytest.mark.promise("weights-replaced")
 OTHER = [number + 1 for number in PROMPT]
@@ -51,9 +52,11 @@ class Runner:
             rank.connector._weights.watch()  # noqa: SLF001 (its public names are vLLM's)
 
 
-@pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
+@pytest.fixture(params=["one rank", "two ranks", "a drafter"])
 def engine(make: Callable[..., Engine], request: pytest.FixtureRequest) -> Engine:
-    return make(ranks=request.param)
+    if request.param == "a drafter":
+        return make(draft=lambda _: list[int](), speculative=NGRAM)
+    return make(ranks=2 if request.param == "two ranks" else 1)
 
 
 def stored_keys(engine: Engine) -> set[bytes]:
