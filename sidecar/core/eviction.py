@@ -41,6 +41,7 @@ class EvictionOrders:
         names: list[CacheKey] = []
         earlier: list[int] = []
         known: list[Chunk] = []
+        of_tenants: dict[Policy, list[CacheKey]] = {}
         groups = message.groups or itertools.repeat(0)
         for key, group in zip(message.keys, groups, strict=False):
             realm = realms[group]
@@ -53,7 +54,9 @@ class EvictionOrders:
             known.append(chunk)
             own = self._tenants.order(chunk.tenant)
             if own is not None:
-                own.use(names[-1:], 0)
+                of_tenants.setdefault(own, []).append(names[-1])
+        for own, own_names in of_tenants.items():
+            own.use(own_names, 0)
         self._policy.use(names, message.num_tokens)
         if self.curve is not None:
             self.curve.use(message.keys, earlier)

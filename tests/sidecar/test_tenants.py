@@ -57,6 +57,18 @@ class TestHostQuota:
         assert held(world, "unsalted") == 1
         assert world.engine.counters.chunks_evicted == 1
 
+    def test_of_a_prompt_with_a_gap_the_end_goes_first(self) -> None:
+        """It cannot be loaded without what the gap lacks."""
+        world = world_of(a=4)
+        worker, scheduler = world.open(Role.WORKER), world.open(Role.SCHEDULER)
+        for number in (1, 2, 4, 5):
+            world.stored(worker, number, [number], tenant=A)
+        world.use(scheduler, range(1, 6))
+        world.stored(worker, 20, [20], tenant=A)
+        assert {number for number in range(1, 21) if (0, key(number)) in world.in_host()} == {
+            *(1, 2, 4, 20)
+        }
+
     @pytest.mark.promise("full-store")
     def test_what_still_does_not_fit_is_dropped_and_counted(self) -> None:
         world = world_of(a=1)
