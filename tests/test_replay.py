@@ -273,7 +273,9 @@ class _Hoarder:
 
     def use(self, keys: Sequence[CacheKey], num_tokens: int) -> None: ...
 
-    def add(self, key: CacheKey, parent: CacheKey | None, uses: int = 0) -> None:
+    def add(
+        self, key: CacheKey, parent: CacheKey | None, uses: int = 0, *, first: bool = False
+    ) -> None:
         self._kept[key] = bytearray(1000)
 
     def remove(self, key: CacheKey, why: Left = Left.EVICTED) -> None:

@@ -60,10 +60,12 @@ class RecordedPolicy:
         self.calls.append(("use", (keys, num_tokens)))
         self._policy.use(keys, num_tokens)
 
-    def add(self, key: CacheKey, parent: CacheKey | None, uses: int = 0) -> None:
-        """As `Policy.add`."""
+    def add(
+        self, key: CacheKey, parent: CacheKey | None, uses: int = 0, *, first: bool = False
+    ) -> None:
+        """As `Policy.add`; a replay adds no key as `first`."""
         self.calls.append(("add", (key, parent, uses)))
-        self._policy.add(key, parent, uses)
+        self._policy.add(key, parent, uses, first=first)
 
     def remove(self, key: CacheKey, why: Left = Left.EVICTED) -> None:
         """As `Policy.remove`."""
@@ -126,14 +128,19 @@ class PolicyCache:
         hits = leading(request.keys, cached)
         policy.use(request.keys, request.num_tokens)
         parents: list[CacheKey | None] = [None, *request.keys]
-        missing = [
-            (key, parent)
-            for key, parent in zip(request.keys, parents, strict=False)
-            if key not in cached
-        ]
+        there = [key in cached for key in request.keys]
         free = max(0, self._capacity - len(cached))
-        coming = missing[:free]
-        coming += [(key, parent) for key, parent in missing[free:] if self._make_room(key, parent)]
+        coming: list[tuple[CacheKey, CacheKey | None]] = []
+        above: CacheKey | None = None
+        refused = False
+        for key, parent, was_there in zip(request.keys, parents, there, strict=False):
+            if was_there:
+                above, refused = key, False
+            elif len(coming) < free or (not refused and self._make_room(key, above)):
+                coming.append((key, parent))
+            else:
+                # Nor what follows it, which could not be used.
+                refused = True
         for key, parent in coming:
             policy.add(key, parent)
             cached.add(key)

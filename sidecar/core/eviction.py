@@ -3,8 +3,10 @@
 Only this module of the core calls a policy (`tiers/policy/`). Does not own what may be evicted
 (`host_tier.py`): a chunk in an order may be busy, or pinned for a moment.
 
-Invariant: the order of all tenants is the policy of the configuration, and that of one tenant an
-LRU. What a policy hears of uses comes from requests alone, once for each.
+Invariants: the order of all tenants is the policy of the configuration, and that of one tenant an
+LRU. What a policy hears of uses comes from requests alone, once for each. A chunk that was refused,
+but that the store needs, is in no order until it is written, and goes first then. Such chunks take
+one part in `UNWRITTEN_PART` of the memory; beyond that the oldest goes first unwritten.
 """
 
 import itertools
@@ -12,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from sidecar.core.directory import ZERO_KEY, Chunk, Directory, Realm
+from sidecar.core.restored import SlotAllocator
 from sidecar.core.tenants import Tenants
 from sidecar.protocol import Use
 from tiers.policy import Policy
@@ -22,19 +25,36 @@ CHUNKS_EXPECTED: Final = 10_000
 """That fit into host memory, until it is known."""
 MEMORY_FACTORS: Final = (0.5, 1.0, 2.0, 4.0)
 """Sizes of host memory whose hits are estimated, as multiples of what there is."""
+UNWRITTEN_PART: Final = 8
+"""One part of so many of host memory is for refused chunks that the store needs."""
+REFUSED_MAX: Final = 65_536
+"""Keys that were refused, and are remembered."""
+ANCESTORS_MAX: Final = 4_096
+"""That are examined of a chunk while they are stored: a client may name parents in a circle."""
 
 
 class EvictionOrders:
     """Chunks in the orders of eviction. One that a session keeps is in none."""
 
     def __init__(
-        self, directory: Directory, policy: Policy, tenants: Tenants, curve_keys_max: int
+        self,
+        directory: Directory,
+        policy: Policy,
+        tenants: Tenants,
+        curve_keys_max: int,
+        unwritten_in: SlotAllocator | None,
     ) -> None:
         self._directory = directory
         self._policy = policy
         self._tenants = tenants
         self.curve = HitCurve(CHUNKS_EXPECTED, curve_keys_max) if curve_keys_max else None
         """Which part of the uses an LRU in memory of another size would serve."""
+        self._refused: dict[CacheKey, None] = {}
+        """Keys that were refused since a request used them, the oldest first."""
+        self.unwritten: dict[Chunk, int] = {}
+        """Bytes of each refused chunk that the store needs, the oldest first."""
+        self._unwritten_bytes = 0
+        self._unwritten_in = unwritten_in
 
     def use(self, realms: Sequence[Realm], message: Use) -> list[Chunk]:
         """Note the prompt of a request; returns those of its chunks that the directory knows."""
@@ -58,6 +78,9 @@ class EvictionOrders:
         for own, own_names in of_tenants.items():
             own.use(own_names, 0)
         self._policy.use(names, message.num_tokens)
+        if self._refused:
+            for name in names:
+                self._refused.pop(name, None)
         if self.curve is not None:
             self.curve.use(message.keys, earlier)
         return known
@@ -74,24 +97,67 @@ class EvictionOrders:
         ratios = self.curve.ratios([capacity * factor for factor in MEMORY_FACTORS])
         return {} if ratios is None else dict(zip(MEMORY_FACTORS, ratios, strict=True))
 
-    def enter(self, chunk: Chunk) -> None:
-        """Add a chunk that came, or that no session keeps any more."""
+    def enter(self, chunk: Chunk, *, new: bool = False) -> None:
+        """Add a chunk that came, or that no session keeps any more; a `new` one is not written."""
+        name = _name_of(chunk)
+        first = name in self._refused
+        if first and new and self._unwritten_in is not None:
+            self._unwritten_bytes += chunk.realm.chunk_bytes
+            self.unwritten[chunk] = chunk.realm.chunk_bytes
+            bytes_max = self._unwritten_in.size_bytes // UNWRITTEN_PART
+            while self._unwritten_bytes > bytes_max and len(self.unwritten) > 1:
+                self.written(next(iter(self.unwritten)))
+            return
         for order in self._orders_of(chunk):
-            order.add(_name_of(chunk), _parent_of(chunk), chunk.uses)
+            order.add(name, _parent_of(chunk), chunk.uses, first=first)
+
+    def written(self, chunk: Chunk) -> None:
+        """The store has a chunk, or will not get it: if it was refused, it goes first now."""
+        if chunk in self.unwritten:
+            self._unwritten_bytes -= self.unwritten.pop(chunk)
+            self.enter(chunk)
 
     def leave(self, chunk: Chunk, why: Left) -> None:
         """Remove a chunk."""
         for order in self._orders_of(chunk):
             order.remove(_name_of(chunk), why)
+        if why is not Left.PINNED:
+            self._unwritten_bytes -= self.unwritten.pop(chunk, 0)
 
     def replay_use(self, chunk: Chunk) -> None:
         """Note a use of an earlier run."""
         for order in self._orders_of(chunk):
             order.use([_name_of(chunk)], 0)
 
-    def admits(self, chunk: Chunk) -> bool:
-        """Whether a new chunk is worth more than the first that would have to go."""
-        return self._policy.admits(_name_of(chunk), _parent_of(chunk))
+    def admits(self, chunk: Chunk, order: Policy | None = None) -> bool:
+        """Whether a chunk is worth more than the first that would have to go, of `order` if given.
+
+        One that was refused is refused until a request uses it.
+        """
+        if not chunk.empty or chunk.pins > 1 or chunk.request_pins:
+            # Another rank's part was admitted, or a request or a session wants it.
+            return True
+        name = _name_of(chunk)
+        if name in self._refused:
+            return False
+        above = self._above(chunk)
+        policy = self._policy if order is None else order
+        if above not in self._refused and policy.admits(name, above):
+            return True
+        self._refused[name] = None
+        if len(self._refused) > REFUSED_MAX:
+            del self._refused[next(iter(self._refused))]
+        return False
+
+    def _above(self, chunk: Chunk) -> CacheKey | None:
+        """The nearest ancestor of a chunk that is not just being stored."""
+        for _ in range(ANCESTORS_MAX):
+            parent = _parent_of(chunk)
+            found = None if parent is None else chunk.realm.chunks.get(chunk.parent)
+            if found is None or found.hosted or parent in self._refused:
+                return parent
+            chunk = found
+        return None
 
     def victims(self, order: Policy | None = None) -> Iterator[Chunk]:
         """Chunks in the order of eviction, pinned ones too: of all tenants, or of `order`."""
@@ -99,7 +165,7 @@ class EvictionOrders:
             yield self._directory.realms[realm_id].chunks[key]
 
     def _orders_of(self, chunk: Chunk) -> tuple[Policy, ...]:
-        if chunk.request_pins:
+        if chunk.request_pins or chunk in self.unwritten:
             return ()
         own = self._tenants.order(chunk.tenant)
         return (self._policy,) if own is None else (self._policy, own)

@@ -11,8 +11,9 @@ Invariants:
 * A tenant is charged for exactly the slots of its chunks.
 * A slot is sealed in the pool while its segment is HOST, or it is unclaimed.
 * A chunk is in the orders of eviction while one of its segments is HOST (otherwise a chunk whose
-  other ranks never arrive could not be evicted), it is in the directory, and no request pins it:
-  in the order of all tenants, and in that of its tenant if it has a limit.
+  other ranks never arrive could not be evicted), it is in the directory, and neither pinned by a
+  request nor kept for the store: in the order of all tenants, and in that of its tenant if it has
+  a limit.
 * An expired chunk cannot be found, even if it is pinned.
 """
 
@@ -84,7 +85,8 @@ class HostTier:
         self._writes_all = writes_all
         self._directory = directory
         self.slots = slots
-        self.orders = EvictionOrders(directory, policy, tenants, curve_keys_max)
+        unwritten_in = slots if writes_all else None
+        self.orders = EvictionOrders(directory, policy, tenants, curve_keys_max, unwritten_in)
         self._counters = counters
         self._tenants = tenants
         self.now = 0.0
@@ -157,14 +159,12 @@ class HostTier:
         chunk = segment.chunk
         # Pinned, because other segments of this chunk must not be evicted for this slot.
         chunk.pins += 1
-        within_limit = self._make_room(chunk.tenant, segment.slot_bytes)
-        slot = None
-        refused = False
-        if within_limit:
-            slot = self._allocate_free(segment)
-            refused = slot is None and cause is Cause.GATHER and self._refuses(chunk, retention)
-            if slot is None and not refused:
-                slot = self._evict_for(segment)
+        new = retention if cause is Cause.GATHER else None
+        within_limit = self._make_room(segment, new)
+        slot = self._allocate_free(segment) if within_limit else None
+        refused = within_limit and slot is None and self._refuses(chunk, new)
+        if within_limit and slot is None and not refused:
+            slot = self._evict_for(segment)
         chunk.pins -= 1
         if slot is None and cause is Cause.GATHER:
             self._directory.not_kept(chunk, Gone.EVICTED if within_limit else Gone.QUOTA)
@@ -185,15 +185,11 @@ class HostTier:
         segment.running = 1
         return Reservation.MADE
 
-    def _refuses(self, chunk: Chunk, retention: Retention) -> bool:
-        """Whether the policy has no room for a new chunk, and the store does not need it either.
-
-        With the store, it is kept until it is written, and goes first then.
-        """
-        if not chunk.empty or chunk.pins > 1 or chunk.request_pins:
-            # Another rank's part was admitted, or a request or a session wants it.
+    def _refuses(self, chunk: Chunk, new: Retention | None, order: Policy | None = None) -> bool:
+        """Whether an order has no room for a `new` chunk, and the store does not need it either."""
+        if new is None or self.orders.admits(chunk, order):
             return False
-        return not self.orders.admits(chunk) and (retention.stays or not self._writes_all)
+        return new.stays or not self._writes_all
 
     def filled(self, segment: HostSegment, num_blocks: int, parent: bytes) -> bool:
         """The slot was filled and sealed. False if its chunk was removed in the meantime."""
@@ -227,7 +223,7 @@ class HostTier:
         chunk.used_at = self.now
         self._directory.move(segment, cause)
         if chunk.hosted == 1:
-            self.orders.enter(chunk)
+            self.orders.enter(chunk, new=cause is Cause.FILLED)
 
     def _retain(self, chunk: Chunk, retention: Retention) -> None:
         """Apply the retention of one segment: the strictest of all segments counts."""
@@ -337,15 +333,18 @@ class HostTier:
         for realm in self._directory.realms.values():
             self.evict_realm(realm, len(realm.chunks))
 
-    def _make_room(self, tenant: bytes, num_bytes: int) -> bool:
-        """Evict chunks of a tenant with a limit until it may have `num_bytes` more."""
+    def _make_room(self, segment: HostSegment, new: Retention | None = None) -> bool:
+        """Evict chunks of a tenant with a limit until it may have a slot more; `new` of a store."""
+        tenant = segment.chunk.tenant
         limit = self._tenants.quota(tenant).host_bytes_max
         if limit is None:
             return True
         account = self._tenants.account(tenant)
-        left = limit - num_bytes
+        left = limit - segment.slot_bytes
         for _ in range(EVICTIONS_PER_SLOT_MAX):
-            victim = self._victim(account.order) if 0 <= left < account.host_bytes else None
+            full = 0 <= left < account.host_bytes
+            admitted = full and not self._refuses(segment.chunk, new, account.order)
+            victim = self._victim(account.order) if admitted else None
             if victim is None:
                 break
             self._evict(victim, Gone.QUOTA)
@@ -480,7 +479,7 @@ class HostTier:
             return
         self.restored_slots.claim(restored)
         chunk.pins += 1
-        within_limit = self._make_room(chunk.tenant, segment.slot_bytes)
+        within_limit = self._make_room(segment)
         chunk.pins -= 1
         if not within_limit:
             # The limit of its tenant was lowered.

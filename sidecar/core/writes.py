@@ -111,9 +111,18 @@ class Writes(CorePart):
             self._enqueue(chunk, WriteCause.THROUGH)
         elif self._policy is WritePolicy.ON_EVICT:
             self._filled_bytes += chunk.realm.chunk_bytes
+            if chunk in self._host.orders.unwritten:
+                # It goes first: the cold end may not be examined before.
+                self._enqueue(chunk, WriteCause.ON_EVICT)
         elif self._policy is WritePolicy.ON_REUSE and chunk.uses:
             # A second request used it while it was stored.
             self._enqueue(chunk, WriteCause.ON_REUSE)
+        self._release(chunk)
+
+    def _release(self, chunk: Chunk) -> None:
+        """Let a refused chunk go, unless some of it is still to be written."""
+        if chunk not in self.pending and not any(one.writing for one in chunk.segments):
+            self._host.orders.written(chunk)
 
     def restored(self, chunk: Chunk) -> None:
         """A chunk is complete again after a restart; the store may have it."""
@@ -265,6 +274,7 @@ class Writes(CorePart):
     def _drop(self, chunk: Chunk) -> None:
         self._take_out(chunk)
         self._counters.writes_dropped += 1
+        self._release(chunk)
 
     def pump(self, now: float) -> None:
         """Start as many writes as may run."""
@@ -290,6 +300,7 @@ class Writes(CorePart):
             if not pending.begun and not self._begin(pending):
                 self._take_out(chunk)
                 self._counters.writes_refused_bound += 1
+                self._release(chunk)
                 continue
             segment = chunk.segments[pending.ranks.pop(0)]
             pending.num_bytes -= segment.slot_bytes
@@ -302,6 +313,7 @@ class Writes(CorePart):
                 self._start(segment, pending)
             else:
                 self._settle(segment)
+                self._release(chunk)
 
     def _next_restored(self) -> Chunk | None:
         """Take the newest restored chunk of a realm. A drain leaves them to the next run."""
@@ -385,6 +397,7 @@ class Writes(CorePart):
                     ranks = [*pending.ranks, segment.rank]
                     failures = max(pending.failures, failures)
                 self._put(chunk, ranks, cause, failures=failures)
+        self._release(chunk)
 
 
 def _add(sums: dict[K, tuple[int, int]], of: K, num_bytes: int, objects: int) -> None:

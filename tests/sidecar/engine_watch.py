@@ -232,6 +232,7 @@ class Watched:
             for one in self.engine.request_pins
             if not one.chunk.detached
         }
+        kept |= {(one.realm.realm_id, one.key) for one in self.engine.host.orders.unwritten}
         assert set(self.policy.victims()) == set(self.host_ranks()) - kept, (
             "the policy orders other chunks"
         )

@@ -103,11 +103,13 @@ class StrictLRU:
             if key in self.order:
                 self.order.move_to_end(key)
 
-    def add(self, key: CacheKey, parent: CacheKey | None, uses: int = 0) -> None:
+    def add(
+        self, key: CacheKey, parent: CacheKey | None, uses: int = 0, *, first: bool = False
+    ) -> None:
         assert key not in self.order
         assert uses >= 0
         self.order[key] = parent
-        if key in self.refused:
+        if first:
             self.order.move_to_end(key, last=False)
 
     def remove(self, key: CacheKey, why: Left = Left.EVICTED) -> None:

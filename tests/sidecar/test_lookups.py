@@ -284,10 +284,10 @@ def test_answered_lookup_keeps_its_chunks_until_its_time_is_over() -> None:
     world, worker, scheduler = looking(slabs=1, write=WritePolicy.OFF)
     world.stored(worker, 1, [1])
     world.look_up(scheduler, 1, [1], deadline_ms=500)
-    assert messages(world.store(worker, 2, [2]), worker) == done(2, Outcome.FULL)
+    assert messages(world.store(worker, 2, [3]), worker) == done(2, Outcome.FULL)
     world.now = 10.6
     world.send(Tick())
-    assert only(world.store(worker, 3, [2]), Gather)
+    assert only(world.store(worker, 3, [3]), Gather)
 
 
 def test_a_lease_ends_no_lookup_and_keeps_what_a_released_one_had() -> None:

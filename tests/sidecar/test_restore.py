@@ -143,8 +143,10 @@ def test_each_use_counts_once_after_a_restart_whatever_the_number_of_ranks() -> 
             super().__init__()
             self.uses = Counter[int]()
 
-        def add(self, key: CacheKey, parent: CacheKey | None, uses: int = 0) -> None:
-            super().add(key, parent, uses)
+        def add(
+            self, key: CacheKey, parent: CacheKey | None, uses: int = 0, *, first: bool = False
+        ) -> None:
+            super().add(key, parent, uses, first=first)
             self.uses[numbers([key])[0]] += uses
 
         def use(self, keys: Sequence[CacheKey], num_tokens: int) -> None:

@@ -109,7 +109,7 @@ def test_a_slot_that_is_filled_anew_has_no_past() -> None:
     world.restart(StrictLRU())
     worker = world.open(Role.WORKER)
     assert world.resuming
-    [gather] = only(world.store(worker, 1, [2]), Gather)
+    [gather] = only(world.store(worker, 1, [3]), Gather)
     world.copied(gather.copy_id, outcome=Outcome.FAILED)
     [gather] = only(world.store(worker, 2, [1]), Gather)
     resumed(world)

@@ -208,7 +208,7 @@ def test_it_is_not_missed_by_the_store_when_it_is_evicted() -> None:
     world = make_world(slabs=1, write=WritePolicy.ON_EVICT)
     worker = world.open(Role.WORKER)
     world.stored(worker, 1, [1], stays=True)
-    world.stored(worker, 2, [2], stays=True)
+    world.stored(worker, 2, [3], stays=True)
     assert world.engine.counters.chunks_evicted == 1
     assert world.engine.counters.writes_dropped == 0
     world.drain()

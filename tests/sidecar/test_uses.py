@@ -6,15 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from sidecar.core.commands import Gather, Write
+from sidecar.core.commands import Gather, Received, Write
 from sidecar.core.outbox import WritePolicy
 from sidecar.core.retention import USES_MAX, read_tag
 from sidecar.core.tenants import Quota, TenantRules, Tenants
-from sidecar.protocol import Outcome, Role
+from sidecar.protocol import Outcome, Role, StoreChunk, StoreJob, Submit
 from tests.sidecar.engine_answers import done, messages, only
-from tests.sidecar.engine_names import GROUP_NUMBERS, key, layout, slot_bytes_of
+from tests.sidecar.engine_names import EPOCH, GROUP_NUMBERS, key, layout, slot_bytes_of
 from tests.sidecar.strict_pool import StrictLRU
 from tests.sidecar.worlds import looking, make_world
+from tiers.policy.lru import LruPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -157,6 +158,110 @@ def test_a_refused_chunk_is_written_and_goes_first() -> None:
     world.stored(worker, 4, [7])
     assert world.in_host() == {(0, key(2)), (0, key(7))}
     assert world.engine.counters.stores_refused == 0
+
+
+def filled(write: WritePolicy, slabs: int, **options: Any) -> tuple[World, int, int]:
+    """All slots hold odd numbers from 1 on, which are written."""
+    world, worker, scheduler = looking(slabs=slabs, write=write, writes_inflight_max=1, **options)
+    for number in range(1, 2 * slabs, 2):
+        world.stored(worker, number, [number])
+        for write_id in list(world.writes):
+            world.written(write_id)
+    return world, worker, scheduler
+
+
+def test_refused_chunks_stay_until_they_are_written() -> None:
+    world, worker, _ = filled(WritePolicy.THROUGH, 16)
+    refuse(world, 101, 103, 105)
+    # One is being written, and an eighth of memory is for those that are queued.
+    for number in (101, 103, 105, 111, 113):
+        world.stored(worker, number, [number])
+    assert {(0, key(number)) for number in (101, 103, 105, 111, 113)} <= world.in_host()
+    for _ in range(5):
+        [write_id] = world.writes
+        world.written(write_id)
+    assert world.engine.counters.chunks_written == 16 + 5
+    assert world.engine.counters.writes_dropped == 0
+    # Now they go first.
+    for number in (121, 123, 125):
+        world.stored(worker, number, [number])
+    assert not {(0, key(number)) for number in (101, 103, 105)} & world.in_host()
+    assert (0, key(13)) in world.in_host()
+
+
+def test_refused_chunks_take_an_eighth_of_memory_at_most() -> None:
+    world, worker, _ = filled(WritePolicy.THROUGH, 16)
+    refused = range(101, 121, 2)
+    refuse(world, *refused)
+    for number in refused:
+        world.stored(worker, number, [number])
+    kept = {number for number in refused if (0, key(number)) in world.in_host()}
+    assert len(kept) == 4, "one is being written, two are queued, and one goes next"
+    assert world.engine.counters.writes_dropped == len(refused) - len(kept)
+    assert len(world.in_host()) == 16
+
+
+def test_a_refused_chunk_is_written_at_once_on_evict() -> None:
+    world, worker, _ = filled(WritePolicy.ON_EVICT, 512)
+    world.settle()
+    refuse(world, *range(2001, 2021, 2))
+    for number in range(2001, 2021, 2):
+        world.stored(worker, number, [number])
+        world.settle()
+        assert (0, key(number)) in {name for name, (_, stored) in world.index.items() if stored}
+
+
+def test_a_refused_chunk_without_its_other_rank_goes_in_the_end() -> None:
+    world = make_world(slabs=16, write=WritePolicy.THROUGH, writes_inflight_max=1)
+    worker = world.open(Role.WORKER, rank=0, world_size=2)
+    world.open(Role.WORKER, rank=1, world_size=2)
+    for number in range(1, 32, 2):
+        world.stored(worker, number, [number])
+    refused = range(101, 121, 2)
+    refuse(world, *refused)
+    for number in refused:
+        world.stored(worker, number, [number])
+    assert len(world.engine.host.orders.unwritten) < 3
+
+
+@pytest.mark.parametrize(
+    ("write", "steps"),
+    [
+        *((WritePolicy.OFF, steps) for steps in (1, 4, 8)),
+        *((WritePolicy.THROUGH, steps) for steps in (4, 8)),
+    ],
+)
+@pytest.mark.parametrize("limited", [False, True], ids=["the whole memory", "a tenant's part"])
+def test_a_prompt_longer_than_memory_keeps_its_head(
+    *, steps: int, write: WritePolicy, limited: bool
+) -> None:
+    rules = TenantRules(Quota(4 * layout(0).payload_bytes(2))) if limited else TenantRules()
+    world = make_world(
+        slabs=8 if limited else 4, policy=LruPolicy(), tenants=Tenants(rules), write=write
+    )
+    worker, scheduler = world.open(Role.WORKER), world.open(Role.SCHEDULER)
+    prompt = range(1, 9)
+    hits: list[int] = []
+    for again in range(4):
+        held = [number for number in prompt if (0, key(number)) in world.in_host()]
+        hits.append(next((one - 1 for one in prompt if one not in held), len(prompt)))
+        world.use(scheduler, prompt)
+        for first in range(1, 9, 8 // steps):
+            numbers = [one for one in range(first, first + 8 // steps) if one not in held]
+            world.stored(worker, 10 * again + first, numbers, tenant=TENANT)
+            world.settle()
+    # What passes through to the store takes the places of as many chunks as a step has.
+    through = 0 if write is WritePolicy.OFF else 8 // steps
+    assert min(hits[1:]) >= 4 - through, hits
+    world.check()
+
+
+def test_parents_in_a_circle_end_no_search() -> None:
+    world, worker, _ = full(WritePolicy.OFF)
+    chunks = [StoreChunk(key(n), key(n ^ 1), bytes(32), [1, 2], TENANT) for n in (100, 101)]
+    world.send(Received(worker, Submit(EPOCH, 9, [], [StoreJob(9, chunks)])))
+    world.settle()
+    assert world.in_host() == {(0, key(100)), (0, key(101))}
 
 
 def test_a_refused_chunk_that_may_not_be_written_is_not_copied() -> None:

@@ -29,10 +29,13 @@ class Policy(Protocol):
         It comes once for each request, before what it computes is added.
         """
 
-    def add(self, key: CacheKey, parent: CacheKey | None, uses: int = 0) -> None:
+    def add(
+        self, key: CacheKey, parent: CacheKey | None, uses: int = 0, *, first: bool = False
+    ) -> None:
         """Add a key. `parent` precedes it in its chain, and need not be cached.
 
-        `uses`: what an earlier run counted, for a key that it had.
+        `uses`: what an earlier run counted, for a key that it had. `first`: it was refused, and is
+        to go before all others until it is used.
         """
 
     def remove(self, key: CacheKey, why: Left = Left.EVICTED) -> None:
@@ -41,7 +44,8 @@ class Policy(Protocol):
     def admits(self, key: CacheKey, parent: CacheKey | None) -> bool:
         """Whether a key is worth more than the first victim. One that is not may still be added.
 
-        Asked when there is no room, of a key that is not there.
+        Asked when there is no room, of a key that is not there. `parent` is its nearest ancestor
+        that was added, or would be next to it in its chain.
         """
         ...
 

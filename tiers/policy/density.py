@@ -240,7 +240,9 @@ class DensityPolicy:
 
     # --- entries -------------------------------------------------------------------------------
 
-    def add(self, key: CacheKey, parent: CacheKey | None, uses: int = 0) -> None:
+    def add(
+        self, key: CacheKey, parent: CacheKey | None, uses: int = 0, *, first: bool = False
+    ) -> None:
         """Add a key; its kind is that of its last use. Raises `KeyError` if it is there already."""
         above = None if parent is None else self._entries.get(parent)
         if above is None and parent == key:
@@ -258,7 +260,7 @@ class DensityPolicy:
             # No request had it in its prompt: an answer's KV, as new as its prompt.
             base = 0 if above is None or above.kind == REFUSED else above.kind // USES * USES
             word = base + min(uses, USES - 1)
-        kind = entry.kind = REFUSED if word & _WAS_REFUSED else word & KIND_MASK
+        kind = entry.kind = REFUSED if first or word & _WAS_REFUSED else word & KIND_MASK
         if self._orphans:
             entry.children = self._orphans.pop(key, 0)
         if above is not None:
@@ -404,7 +406,6 @@ class DensityPolicy:
         if (first := self._victim or self._first()) is None:
             return
         yield first.key
-        # Only a caller that has no use for the first pays for what follows.
         yield from self._others(first)
 
     def _others(self, first: _Entry) -> Iterator[CacheKey]:
@@ -453,7 +454,6 @@ class DensityPolicy:
         """The one of least worth among the first of each queue."""
         now, worth, latest, found, least = self._now + 1, self._ranks, self._latest, None, 0.0
         for kind, queue in enumerate(self._queues):
-            # As `_stands`, which would take twice the time.
             while queue:
                 last, _, entry = queue[0]
                 if entry.last == last and not entry.children and entry.kind == kind:

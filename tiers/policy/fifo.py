@@ -18,6 +18,17 @@ class FifoPolicy(LruPolicy):
     def use(self, keys: Sequence[CacheKey], num_tokens: int = 0) -> None:
         """Change nothing."""
 
-    def add(self, key: CacheKey, parent: CacheKey | None, uses: int = 0) -> None:  # noqa: ARG002
-        """Put a key last. Raises `KeyError` if it is there already."""
-        super().add(key, None)
+    def admits(self, key: CacheKey, parent: CacheKey | None) -> bool:  # noqa: ARG002
+        """Always."""
+        return True
+
+    def add(
+        self,
+        key: CacheKey,
+        parent: CacheKey | None,  # noqa: ARG002
+        uses: int = 0,
+        *,
+        first: bool = False,
+    ) -> None:
+        """Put a key last, or `first`. Raises `KeyError` if it is there already."""
+        super().add(key, None, uses, first=first)

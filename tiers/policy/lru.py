@@ -6,7 +6,7 @@ The head of a chain is evicted last, so what stays of a chain is a prefix that c
 
 The order is a linked list. Invariants:
 
-* In the order, every key stands before its cached parent.
+* In the order, every key stands before its cached parent, except one that was added as `first`.
 * The order ends with the path of the newest touch: the touched key, its parent, and so on up to
   the first ancestor that is not cached.
 * A suspended iterator never yields a removed key or a key twice, and ends, whatever is added,
@@ -81,12 +81,24 @@ class LruPolicy:
             if (link := self._links.get(key)) is not None:
                 self._refresh(link)
 
-    def add(self, key: CacheKey, parent: CacheKey | None, uses: int = 0) -> None:  # noqa: ARG002
-        """Add a key as used now. Raises `KeyError` if it is there already."""
+    def add(
+        self,
+        key: CacheKey,
+        parent: CacheKey | None,
+        uses: int = 0,  # noqa: ARG002
+        *,
+        first: bool = False,
+    ) -> None:
+        """Add a key as used now, or before all others. Raises `KeyError` if it is there already."""
         if key in self._links:
             raise KeyError(f"{key!r} was added twice")
         link = self._links[key] = _Link(key, parent)
-        self._refresh(link)
+        if first:
+            link.insert_before(self._end.following)
+            self._insertions += 1
+            link.inserted = self._insertions
+        else:
+            self._refresh(link)
 
     def remove(self, key: CacheKey, why: Left = Left.EVICTED) -> None:  # noqa: ARG002
         """Remove a key. Raises `KeyError` if it is not there."""
@@ -96,8 +108,12 @@ class LruPolicy:
         self._unlink(link)
 
     def admits(self, key: CacheKey, parent: CacheKey | None) -> bool:  # noqa: ARG002
-        """Always: the newest is worth most."""
-        return True
+        """Whether the first victim is no ancestor: without that the key could not be used.
+
+        Else a prompt longer than the memory would lose its head to its end. The first victim has no
+        children here, so of all ancestors it can only be the nearest one.
+        """
+        return parent is None or self._end.following.key != parent
 
     def victims(self) -> Iterator[CacheKey]:
         """Keys from the least to the most recently used, children before their parents.

@@ -116,12 +116,28 @@ def test_evicting_in_order_leaves_prefixes() -> None:
             assert kept == sorted(kept, reverse=True)
 
 
-def test_it_admits_everything() -> None:
+def test_it_refuses_only_what_would_push_out_its_own_head() -> None:
     policy = LruPolicy()
+    assert policy.admits(caches.key("b"), caches.key("not there"))
     keys = chain(policy, "a", 5)
     assert policy.admits(caches.key("b"), None)
-    assert policy.admits(caches.key("b"), keys[-1])
     assert policy.admits(caches.key("b"), caches.key("not there"))
+    assert not policy.admits(caches.key("b"), keys[-1])
+    other = chain(policy, "c", 2)
+    assert not policy.admits(caches.key("b"), keys[-1])
+    assert policy.admits(caches.key("d"), other[-1])
+
+
+def test_what_was_refused_goes_first_until_it_is_used() -> None:
+    policy = LruPolicy()
+    keys = chain(policy, "a", 2)
+    late = caches.key("late")
+    policy.add(late, keys[-1], first=True)
+    assert list(policy.victims()) == [late, keys[1], keys[0]]
+    chain(policy, "b", 1)
+    assert next(policy.victims()) == late
+    policy.use([*keys, late], 3 * TOKENS)
+    assert list(policy.victims())[-3:] == [late, keys[1], keys[0]]
 
 
 COUNT = 8
