@@ -90,14 +90,15 @@ class Reads(CorePart):
         self.breaker = Breaker(parts.limits.breaker)
         self._planner = Planner(reads_inflight_max=parts.limits.reads_inflight_max)
         self.queue = ReadQueue()
-        self._running: dict[int, tuple[HostSegment, ReadStart]] = {}
+        self._running: dict[int, tuple[HostSegment, ReadStart, int]] = {}
+        """By read: the last is the breaker's turn."""
         self._last_read_id = 0
         self.resuming = False
         """Whether `Resumed` has to arrive before more reads start."""
 
     def running(self) -> Collection[HostSegment]:
         """Segments that are being read."""
-        return [segment for segment, _ in self._running.values()]
+        return [segment for segment, _, _ in self._running.values()]
 
     def plan(self, session_id: int, message: Lookup, run: list[Chunk]) -> ReadPlan:
         """Weigh reading what a run lacks against computing it, from its first missing chunk on."""
@@ -180,8 +181,8 @@ class Reads(CorePart):
     def _start(self, segment: HostSegment, sources: tuple[int, ...], now: float) -> None:
         chunk = segment.chunk
         self._last_read_id += 1
-        self._running[self._last_read_id] = (segment, self._planner.read_started(now))
-        self.breaker.begin(now)
+        start, turn = self._planner.read_started(now), self.breaker.begin(now)
+        self._running[self._last_read_id] = (segment, start, turn)
         self._emit(
             Read(
                 read_id=self._last_read_id,
@@ -196,11 +197,11 @@ class Reads(CorePart):
 
     def ended(self, event: ReadDone, now: float) -> tuple[Chunk, Outcome] | None:
         """A read ended. Returns the chunk and the reason if it failed."""
-        segment, start = self._running.pop(event.read_id)
+        segment, start, turn = self._running.pop(event.read_id)
         self._planner.read_ended(start, now, event.num_bytes)
         chunk = segment.chunk
         if event.outcome in (StoreOutcome.UNAVAILABLE, StoreOutcome.EXPIRED):
-            self.breaker.failed(now)
+            self.breaker.failed(now, turn)
         else:
             self.breaker.succeeded()
         if event.outcome is StoreOutcome.OK:

@@ -62,6 +62,8 @@ class _Running(NamedTuple):
     taken: int
     verifies: bool
     cause: WriteCause
+    turn: int
+    """The breaker's."""
 
 
 class Writes(CorePart):
@@ -309,8 +311,7 @@ class Writes(CorePart):
             if not pending.ranks:
                 del self.pending[chunk]
             if not chunk.realm.obtainable(chunk.key) >> segment.rank & 1:
-                self.breaker.begin(now)
-                self._start(segment, pending)
+                self._start(segment, pending, self.breaker.begin(now))
             else:
                 self._settle(segment)
                 self._release(chunk)
@@ -335,13 +336,13 @@ class Writes(CorePart):
         self._begun[realm_id] = wanted
         return True
 
-    def _start(self, segment: HostSegment, pending: PendingWrite) -> None:
+    def _start(self, segment: HostSegment, pending: PendingWrite, turn: int) -> None:
         self._host.hold(segment)
         segment.writing = True
         self._last_write_id += 1
         verifies = self._sampling.selects(segment)
         self._running[self._last_write_id] = _Running(
-            segment, pending.failures, pending.taken, verifies, pending.cause
+            segment, pending.failures, pending.taken, verifies, pending.cause, turn
         )
         chunk = segment.chunk
         self._emit(
@@ -368,7 +369,7 @@ class Writes(CorePart):
 
     def ended(self, event: Written, now: float) -> None:
         """A write ended: the slot is not read any more."""
-        segment, failures, taken, verifies, cause = self._running.pop(event.write_id)
+        segment, failures, taken, verifies, cause, turn = self._running.pop(event.write_id)
         self._settle(segment)
         segment.writing = False
         chunk = segment.chunk
@@ -382,10 +383,10 @@ class Writes(CorePart):
         elif event.outcome is StoreOutcome.CORRUPT:
             self._counters.writes_failed += 1
             # Found before anything was sent, so it says nothing about the store.
-            self.breaker.abandoned(now)
+            self.breaker.abandoned(now, turn)
             self._host.quarantine(chunk)
         else:
-            self.breaker.failed(now)
+            self.breaker.failed(now, turn)
             expired = event.outcome is StoreOutcome.EXPIRED
             self._counters.writes_expired += expired
             self._counters.writes_failed += not expired

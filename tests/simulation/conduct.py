@@ -114,6 +114,9 @@ class Conduct:
         """Until when a store that failed too often is left alone."""
         self._tried = {Write: 0.0, Read: 0.0}
         """When a request began that is to find out whether it works again, and is under way."""
+        self._turns = {Write: 0, Read: 0}
+        self._turn_of: dict[Write | Read, int] = {}
+        """What began before the last time that it was left alone says nothing by a failure."""
         self._stored_before: bool | None = None
         self.written = 0
         """Writes that ended well."""
@@ -150,8 +153,7 @@ class Conduct:
                 self._ended(process, event, work)
             case Written() | ReadDone() if isinstance(work, Write | Read):
                 self._stored_before = self._is_stored(process, work)
-                self._store_answered(process, type(work), event.outcome)
-                self._tried[type(work)] = 0.0
+                self._store_answered(process, work, event.outcome)
                 self.written += isinstance(work, Write) and event.outcome is StoreOutcome.OK
             case Draining():
                 self._draining = True
@@ -289,24 +291,31 @@ class Conduct:
                 continue
             assert process.config.store is not None
             rules, kind = process.config.store.breaker, type(command)
-            if self._failures[kind] < rules.failures_max:
-                continue
-            tried = self._tried[kind]
-            if now < self._closed_until[kind] or (tried and now < tried + rules.pause_max):
-                raise Violation("a store that fails is left alone", f"{command}")
-            self._tried[kind] = now
+            if self._failures[kind] >= rules.failures_max:
+                tried = self._tried[kind]
+                if now < self._closed_until[kind] or (tried and now < tried + rules.pause_max):
+                    raise Violation("a store that fails is left alone", f"{command}")
+                self._tried[kind] = now
+                self._turns[kind] += 1
+            self._turn_of[command] = self._turns[kind]
 
     def _store_answered(
-        self, process: SidecarProcess, kind: type[Write | Read], outcome: StoreOutcome
+        self, process: SidecarProcess, work: Write | Read, outcome: StoreOutcome
     ) -> None:
-        if outcome in (StoreOutcome.UNAVAILABLE, StoreOutcome.EXPIRED):
+        kind, failed = type(work), outcome in (StoreOutcome.UNAVAILABLE, StoreOutcome.EXPIRED)
+        current = self._turn_of.pop(work) == self._turns[kind]
+        if failed and current:
             assert process.config.store is not None
             rules = process.config.store.breaker
             self._failures[kind] += 1
             if self._failures[kind] == rules.failures_max:
                 self._closed_until[kind] = self._world.now + min(rules.pause, rules.pause_max)
-        elif outcome is not StoreOutcome.CORRUPT or kind is Read:
+                self._turns[kind] += 1
+        elif not failed and (outcome is not StoreOutcome.CORRUPT or kind is Read):
             self._failures[kind], self._closed_until[kind] = 0, 0.0
+            current = True
+        if current:
+            self._tried[kind] = 0.0
 
     def _copy(self, process: SidecarProcess, command: Gather | Scatter) -> None:
         if self._draining and isinstance(command, Gather):
