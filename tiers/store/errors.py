@@ -30,7 +30,8 @@ DETAIL_CHARACTERS_MAX: Final = 240
 CHAIN_LENGTH_MAX: Final = 16
 # obstore keeps status and code in its text only.
 _OBSTORE_STATUS = re.compile(r"status code: (\d{3})")
-_OBSTORE_CODE = re.compile(r"<Code>(\w+)</Code>")
+# The code of an answer, or of one object of a bulk delete.
+_OBSTORE_CODE = re.compile(r"<Code>(\w+)</Code>|\(code: (\w+)\)")
 _STATUS = re.compile(r"[345]\d\d")
 _OBSTORE_DETAIL = "\n\nDebug source"
 
@@ -186,8 +187,10 @@ _BY_BASE: Final = (
     (PermissionError, "read_only"),
     (TimeoutError, "slow"),
 )
-# obstore's text about a request that was never answered; the first match counts.
+# obstore's text about a request without an answer that says why; the first match counts.
 _BY_TEXT: Final = {
+    # S3 sends it, without a place or a code, for a bucket of another region.
+    "redirect without LOCATION": "region",
     "ertificate": "untrusted",
     "InvalidContentType": "not_tls",
     "corrupt message": "not_tls",
@@ -253,8 +256,8 @@ def _by_obstore(error: BaseException) -> str | None:
     if not kind.__module__.startswith("obstore") and _OBSTORE_DETAIL not in text:
         return None
     code, status = _OBSTORE_CODE.search(text), _OBSTORE_STATUS.search(text)
-    if code is not None and code[1] in _BY_CODE:
-        return _BY_CODE[code[1]]
+    if code is not None and (cause := _BY_CODE.get(code[code.lastindex or 0])) is not None:
+        return cause
     # Every answer 409 is one, also those whose code says to try again.
     if kind.__name__ == "AlreadyExistsError":
         return "exists"

@@ -1,0 +1,102 @@
+"""What obstore says of answers, and of credentials that it does not get, and what it means."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from typing import TYPE_CHECKING, Any
+
+import obstore
+import pytest
+from obstore import store
+
+from tiers.errors import TierUnavailable
+from tiers.redaction import Redactor
+from tiers.store.errors import translate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+DELETED = (
+    '<DeleteResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Error><Key>a</Key>'
+    "<Code>{}</Code><Message>no</Message></Error></DeleteResult>"
+)
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    """Redirects all without saying where to, and deletes nothing, for the reason `code`."""
+
+    code = "AccessDenied"
+
+    def do_GET(self) -> None:
+        self._answer(301, b"")
+
+    def do_PUT(self) -> None:
+        self._answer(301, b"")
+
+    def do_POST(self) -> None:
+        self._answer(200, DELETED.format(self.code).encode())
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.rfile.read(int(self.headers.get("content-length", 0)))
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        """Nothing: a test's output is for what failed."""
+
+
+@pytest.fixture
+def answers() -> Iterator[str]:
+    """The server's address."""
+    with http.server.HTTPServer(("127.0.0.1", 0), Answers) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def made(endpoint: str, **options: Any) -> store.S3Store:
+    return store.S3Store(
+        "bucket",
+        endpoint=endpoint,
+        region="us-east-1",
+        client_options={"allow_http": True},
+        retry_config={"max_retries": 0},
+        **options,
+    )
+
+
+def raised(call: Callable[[], object]) -> TierUnavailable:
+    with pytest.raises(obstore.exceptions.BaseError) as info:
+        call()
+    found = translate(info.value, "read s3://bucket/a", Redactor(), server=True)
+    assert isinstance(found, TierUnavailable)
+    return found
+
+
+def test_a_redirect_to_nowhere_is_a_wrong_region(answers: str) -> None:
+    client = made(answers, skip_signature=True)
+    for call in (
+        lambda: obstore.get(client, "a"),
+        lambda: obstore.put(client, "a", b"x"),
+        lambda: list(obstore.list(client)),
+    ):
+        found = raised(call)
+        assert (found.cause, found.retryable) == ("region", False)
+        assert "store.region" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [("AccessDenied", "forbidden"), ("InternalError", "busy"), ("Unheard", "other")],
+)
+def test_an_object_that_a_bulk_delete_kept_has_its_own_code(
+    answers: str, code: str, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Answers, "code", code)
+    found = raised(lambda: obstore.delete(made(answers, skip_signature=True), ["a", "b"]))
+    assert found.cause == cause
