@@ -241,8 +241,8 @@ class TestS3:
         async with tier_of(place(moto), access) as tier:
             with pytest.raises(TierUnavailable, match="token"):
                 await tier.read(NAME, slot())
-            # obstore itself does not name it.
-            with pytest.raises(TierUnavailable, match=r"token|no credentials"):
+            # Behind what obstore says, its name may be cut.
+            with pytest.raises(TierUnavailable, match="a file of this machine is missing"):
                 await tier.delete([NAME])
 
     @pytest.mark.usefixtures("profiles")

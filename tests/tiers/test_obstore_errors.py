@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import http.server
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import obstore
 import pytest
+from botocore import exceptions as aws
 from obstore import store
 
 from tiers.errors import TierUnavailable
@@ -100,3 +102,40 @@ def test_an_object_that_a_bulk_delete_kept_has_its_own_code(
     monkeypatch.setattr(Answers, "code", code)
     found = raised(lambda: obstore.delete(made(answers, skip_signature=True), ["a", "b"]))
     assert found.cause == cause
+
+
+def refused(code: str) -> aws.ClientError:
+    return aws.ClientError({"Error": {"Code": code, "Message": "no (really)"}}, "AssumeRole")
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "retryable"),
+    [
+        (aws.ConnectTimeoutError(endpoint_url="https://sts"), "slow", True),
+        (aws.ReadTimeoutError(endpoint_url="https://sts"), "slow", True),
+        (aws.EndpointConnectionError(endpoint_url="https://sts"), "connection", True),
+        (aws.ProxyConnectionError(proxy_url="http://proxy"), "connection", True),
+        (aws.HTTPClientError(error="a wrong answer"), "connection", True),
+        (aws.SSLError(endpoint_url="https://sts", error="EOF occurred"), "connection", True),
+        (aws.SSLError(endpoint_url="https://sts", error="certificate…"), "untrusted", False),
+        (refused("Throttling"), "busy", True),
+        (refused("IDPCommunicationError"), "busy", True),
+        (refused("AccessDenied"), "forbidden", False),
+        (refused("ExpiredTokenException"), "credentials", False),
+        (refused("Unheard"), "no_credentials", False),
+        (FileNotFoundError(errno.ENOENT, "No such file", "/var/run/token"), "local_file", True),
+        (PermissionError(errno.EACCES, "Permission denied", "/it's"), "local_file", True),
+        (aws.NoCredentialsError(), "no_credentials", False),
+        (aws.ProfileNotFound(profile="team"), "no_credentials", False),
+        (ValueError("unheard of"), "no_credentials", False),
+    ],
+    ids=repr,
+)
+def test_why_there_are_no_s3_credentials(error: Exception, cause: str, retryable: bool) -> None:
+    def provider() -> NoReturn:
+        raise error
+
+    found = raised(
+        lambda: obstore.get(made("http://127.0.0.1:9", credential_provider=provider), "a")
+    )
+    assert (found.cause, found.retryable) == (cause, retryable)

@@ -30,8 +30,10 @@ DETAIL_CHARACTERS_MAX: Final = 240
 CHAIN_LENGTH_MAX: Final = 16
 # obstore keeps status and code in its text only.
 _OBSTORE_STATUS = re.compile(r"status code: (\d{3})")
-# The code of an answer, or of one object of a bulk delete.
-_OBSTORE_CODE = re.compile(r"<Code>(\w+)</Code>|\(code: (\w+)\)")
+# The code of an answer, of one object of a bulk delete, or of AWS STS in botocore's words.
+_OBSTORE_CODE = re.compile(r"<Code>(\w+)</Code>|\(code: (\w+)\)| \((\w+)\) when calling")
+# Which exception our credential provider raised, and whether it names a file of this machine.
+_OBSTORE_PROVIDER = re.compile(r"credential provider: (\w+): (\[Errno \d+\] [^:]*: ['\"]/)?")
 _STATUS = re.compile(r"[345]\d\d")
 _OBSTORE_DETAIL = "\n\nDebug source"
 
@@ -113,7 +115,9 @@ _BY_CODE: Final = _causes(
         "InvalidResourceName",
         "credentials": "InvalidAccessKeyId SignatureDoesNotMatch InvalidToken ExpiredToken "
         "InvalidSecurity NotSignedUp AuthenticationFailed InvalidAuthenticationInfo "
-        "NoAuthenticationInformation AccountProblem",
+        "NoAuthenticationInformation AccountProblem "
+        # Those of AWS STS.
+        "InvalidClientTokenId InvalidIdentityToken ExpiredTokenException IDPRejectedClaim",
         "forbidden": "AccessDenied AllAccessDisabled AuthorizationFailure "
         "AuthorizationPermissionMismatch InsufficientAccountPermissions PublicAccessNotPermitted",
         "region": "PermanentRedirect TemporaryRedirect Redirect AuthorizationHeaderMalformed "
@@ -124,7 +128,7 @@ _BY_CODE: Final = _causes(
         "full": "QuotaExceeded XMinioStorageFull InsufficientStorage StorageQuotaExceeded",
         "busy": "SlowDown ServiceUnavailable InternalError RequestTimeout OperationAborted "
         "OperationTimedOut ServerBusy ContainerBeingDeleted Throttling ThrottlingException "
-        "ConditionalRequestConflict",
+        "ConditionalRequestConflict IDPCommunicationError",
         # S3's own answer to a header that a server does not know, such as If-None-Match.
         "unsupported": "NotImplemented",
         "garbled": "BadDigest IncompleteBody XAmzContentSHA256Mismatch",
@@ -175,7 +179,7 @@ _BY_CONNECTION: Final = _causes(
     {
         "connection": "EndpointConnectionError ConnectionClosedError ClientPayloadError "
         "IncompleteReadError ServerDisconnectedError ServiceRequestError ServiceResponseError "
-        "ProxyError"
+        "ProxyError ProxyConnectionError HTTPClientError ResponseStreamingError"
     }
 )
 _BY_BASE: Final = (
@@ -192,6 +196,8 @@ _BY_TEXT: Final = {
     # S3 sends it, without a place or a code, for a bucket of another region.
     "redirect without LOCATION": "region",
     "ertificate": "untrusted",
+    # botocore's, about all that TLS can fail with.
+    "SSL validation failed": "connection",
     "InvalidContentType": "not_tls",
     "corrupt message": "not_tls",
     "dns error": "unknown_host",
@@ -263,6 +269,12 @@ def _by_obstore(error: BaseException) -> str | None:
         return "exists"
     if status is not None and "token request" not in text:
         return _by_status(int(status[1]))
+    if (raised := _OBSTORE_PROVIDER.search(text)) is not None:
+        if raised[2] is not None:
+            return "local_file"
+        name = raised[1]
+        if (cause := _BY_TYPE.get(name) or _BY_CONNECTION.get(name)) is not None:
+            return cause
     return next((cause for words, cause in _BY_TEXT.items() if words in text), None)
 
 
