@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import http.server
 import threading
+import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
 import obstore
 import pytest
 from botocore import exceptions as aws
@@ -14,7 +16,9 @@ from obstore import store
 
 from tiers.errors import TierUnavailable
 from tiers.redaction import Redactor
+from tiers.store.access import Access, Credentials
 from tiers.store.errors import translate
+from tiers.store.object_tier import UrlObjects
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,29 +28,41 @@ DELETED = (
     "<Code>{}</Code><Message>no</Message></Error></DeleteResult>"
 )
 
+PIECE_BYTES = 1 << 20
+
 
 class Answers(http.server.BaseHTTPRequestHandler):
     """Redirects all without saying where to, and deletes nothing, for the reason `code`."""
 
     code = "AccessDenied"
+    pause_seconds = 0.0
 
     def do_GET(self) -> None:
         self._answer(301, b"")
 
     def do_PUT(self) -> None:
-        self._answer(301, b"")
+        # Steadily, and slowly where `pause_seconds` says so.
+        left = int(self.headers["content-length"])
+        while left and (piece := self.rfile.read(min(left, PIECE_BYTES))):
+            left -= len(piece)
+            time.sleep(self.pause_seconds)
+        if not left:
+            self._respond(301, b"")
 
     def do_POST(self) -> None:
         self._answer(200, DELETED.format(self.code).encode())
 
     def _answer(self, status: int, body: bytes) -> None:
         self.rfile.read(int(self.headers.get("content-length", 0)))
+        self._respond(status, body)
+
+    def _respond(self, status: int, body: bytes) -> None:
         self.send_response(status)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, *args: object) -> None:
+    def log_message(self, format: str, *args: object) -> None:
         """Nothing: a test's output is for what failed."""
 
 
@@ -102,6 +118,20 @@ def test_an_object_that_a_bulk_delete_kept_has_its_own_code(
     monkeypatch.setattr(Answers, "code", code)
     found = raised(lambda: obstore.delete(made(answers, skip_signature=True), ["a", "b"]))
     assert found.cause == cause
+
+
+async def test_the_read_timeout_limits_a_whole_upload(
+    answers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the setting's documentation and the remedy say."""
+    monkeypatch.setattr(Answers, "pause_seconds", 0.1)
+    anonymous = Credentials(kind="anonymous")
+    access = Access(endpoint=answers, region="r", credentials=anonymous, read_timeout=1.0)
+    tier = UrlObjects("s3://bucket", access)
+    with pytest.raises(TierUnavailable, match=r"in time.*whole upload") as info:
+        await tier.write("name", np.zeros(40 * PIECE_BYTES, np.uint8))
+    assert info.value.cause == "slow"
+    await tier.close()
 
 
 def refused(code: str) -> aws.ClientError:

@@ -185,7 +185,8 @@ class Access(Section):
     connect_timeout: Duration = Field(default=5.0, ge=0.01, le=600)
     """Longest time to connect."""
     read_timeout: Duration = Field(default=20.0, ge=0.01, le=3600)
-    """Longest silence of a connection while a response is due."""
+    """Longest silence of a connection while a response is due. With obstore, it also limits the
+    whole of an upload."""
     encryption: Encryption = Field(default_factory=Encryption)
     storage_class: Text | None = None
     """Class (S3, GCS) or access tier (Azure) of written objects; default: the bucket's."""

@@ -71,7 +71,8 @@ CONDITIONS: Final = {
     "unknown_host": "the host name is not known; check store.endpoint and this machine's DNS",
     "connection": "the connection failed; check store.endpoint, store.proxy and the network to "
     "the store",
-    "slow": "there was no answer in time; check the network to the store and its load",
+    "slow": "there was no answer in time; check the network to the store and its load; if uploads "
+    "take longer than store.read_timeout, raise it (obstore applies it to a whole upload)",
     "read_only": "the folder cannot be written or read by this user; change its owner or mode, "
     "mount it writable, name it in ReadWritePaths= of the systemd unit, or choose another "
     "store.url",
