@@ -13,7 +13,6 @@ from typing import Final
 from sidecar.config.store import StoreSettings
 from sidecar.errors import StartError
 from tiers.errors import TierError
-from tiers.store.access import names_per_removal
 from tiers.store.middleware import (
     DELETED_TOGETHER_MAX,
     Billed,
@@ -46,7 +45,7 @@ def open_store(settings: StoreSettings, wrap_store: WrapStore | None = None) -> 
     tier = billed = Billed(tier)
     together = DELETED_TOGETHER_MAX
     if (rate := settings.requests_per_second_max) is not None:
-        step = names_per_removal(url, settings)
+        step = objects.names_per_removal
         tier = RateLimited(tier, requests_per_second_max=rate, names_per_removal=step)
         # Others take turns in between, and a removal that waits for all of its own has a deadline.
         requests = int(rate * settings.deadline_seconds_max * REMOVAL_TURNS_SHARE)

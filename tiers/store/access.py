@@ -10,11 +10,12 @@ message names the setting as the configuration file spells it, and the remedy.
 """
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, PlainSerializer, field_validator
+from pydantic import Field, PlainSerializer, ValidationError, field_validator
 
 from tiers.errors import TierUnavailable
 from tiers.redaction import masked
@@ -45,6 +46,8 @@ _WORDS: Final = {
     "other": "this kind of URL",
 }
 
+_ENDPOINT_VARIABLES: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+"""The first two are those of AWS's own tools; obstore reads the third, too."""
 _OFFLINE_CLASSES: Final = ("GLACIER", "DEEP_ARCHIVE")
 _AZURE_TIERS: Final = ("Hot", "Cool", "Cold")
 
@@ -171,9 +174,10 @@ class Access(Section):
     backend: BackendChoice = "auto"
     """Client: obstore if possible (s3://, gs://, az:// without storage_options), else fsspec."""
     endpoint: HttpUrl | None = Field(default=None, repr=False)
-    """Address of the store, such as https://minio.example.com:9000; default: the provider's."""
+    """Address of the store, such as https://minio.example.com:9000; default: that of the
+    environment (S3: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL), else the provider's."""
     addressing: Literal["auto", "path", "virtual"] = "auto"
-    """S3: the bucket in the path or in the host; auto: the path if `endpoint` is given."""
+    """S3: the bucket in the path or in the host; auto: the path if there is an `endpoint`."""
     region: Text | None = None
     """S3: the bucket's region; default: that of the environment or profile."""
     account: Text | None = None
@@ -232,6 +236,28 @@ def provider_of(url: str) -> Provider:
     """The provider whose API serves `url`. A path without a scheme is a folder."""
     scheme = url.split("://", 1)[0].lower() if "://" in url else "file"
     return _PROVIDERS.get(scheme, "other")
+
+
+def with_endpoint(url: str, access: Access) -> Access:
+    """The access to use: an S3 endpoint of the environment counts as if it were set.
+
+    Clients read the environment themselves, but whether there is an endpoint also decides where the
+    bucket goes, and what the server is expected to know. Raises `AccessError` if it is no HTTP URL.
+    """
+    options = access.storage_options
+    named = any("endpoint_url" in one for one in (options, options.get("client_kwargs") or ()))
+    ignored = os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true"
+    if provider_of(url) != "s3" or access.endpoint is not None or named or ignored:
+        return access
+    for name in _ENDPOINT_VARIABLES:
+        if endpoint := os.environ.get(name):
+            try:
+                found = Access(endpoint=endpoint).endpoint
+            except ValidationError as error:
+                why = error.errors()[0]["msg"].removeprefix("Value error, ")
+                raise AccessError(f"{name}: {why}, or set store.endpoint") from None
+            return access.model_copy(update={"endpoint": found})
+    return access
 
 
 def installed(package: str) -> bool:

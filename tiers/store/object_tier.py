@@ -31,7 +31,15 @@ from tiers.errors import (
     TierUnavailable,
 )
 from tiers.redaction import Redactor, mask_url
-from tiers.store.access import CLOUDS, Access, check, chosen_backend, provider_of
+from tiers.store.access import (
+    CLOUDS,
+    Access,
+    check,
+    chosen_backend,
+    names_per_removal,
+    provider_of,
+    with_endpoint,
+)
 from tiers.store.client import Bytes, Listing, Objects, Seen, StoreClient
 from tiers.store.errors import translate
 from tiers.store.folder import LocalFolder
@@ -81,7 +89,7 @@ class UrlObjects:
     """
 
     def __init__(self, url: str, access: Access | None = None) -> None:
-        access = access or Access()
+        access = with_endpoint(url, access or Access())
         self._secrets = Redactor(access.secrets(), SECRET_CHARACTERS_MIN)
         # "memory://" stays; elsewhere a slash at the end would be doubled in messages.
         self.url = mask_url(url if url.endswith("://") else url.rstrip("/"))
@@ -89,6 +97,8 @@ class UrlObjects:
         self._listed_by_server = provider_of(url) in CLOUDS
         with self._translated("open"):
             self.store = _open(url, access)
+            self.names_per_removal = names_per_removal(url, access)
+            """How many objects one request removes."""
 
     @property
     def entries_skipped(self) -> int:

@@ -15,7 +15,8 @@ Invariants:
 
 Traps of obstore 0.12, each with a test: `allow_http` panics as a keyword and works inside
 `client_options`; a process that exits while its threads run may abort; keys of a configuration are
-mixed with a session token of the environment.
+mixed with a session token of the environment; endpoints of the environment count, and its
+AWS_ENDPOINT_URL_S3 more than `endpoint`.
 """
 
 import contextlib
@@ -260,16 +261,17 @@ def _client_options(access: Access) -> dict[str, Any]:
 
 def _s3(bucket: str, access: Access, provider: aws.Provider | None) -> dict[str, Any]:
     virtual = access.virtual_hosted(bucket)
-    endpoint = access.endpoint
+    # obstore reads no profile.
+    region = aws.region_of(access)
+    endpoint = access.endpoint or f"https://s3.{region}.amazonaws.com"
     return present(
         virtual_hosted_style_request=virtual,
         # The image carries its own checksum; hashing it once more to sign it costs a core.
         unsigned_payload=True,
         # Not every server knows the request that deletes many.
-        disable_bulk_delete=endpoint is not None,
-        # obstore reads no profile.
-        region=aws.region_of(access),
-        endpoint=_with_bucket(endpoint, bucket) if endpoint and virtual else endpoint,
+        disable_bulk_delete=access.endpoint is not None,
+        region=region,
+        aws_endpoint_url_s3=_with_bucket(endpoint, bucket) if virtual else endpoint,
         server_side_encryption=access.encryption.algorithm,
         sse_kms_key_id=access.encryption.kms_key,
         credential_provider=provider,
