@@ -83,12 +83,14 @@ async def serve(
     config: Config,
     *,
     ready: Callable[[ServerInfo], None] | None = None,
+    stopping: Callable[[], None] | None = None,
     wrap_store: WrapStore | None = None,
 ) -> Exit:
     """Run a sidecar until SIGTERM, SIGINT or `ServerInfo.stop`; returns the exit code.
 
-    Needs the asyncio backend. `ready` is called once, when every socket is bound. Raises
-    `StartError` where an operator has to change something first.
+    Needs the asyncio backend. `ready` is called once, when every socket is bound, and `stopping`
+    once after it, when the drain begins. Raises `StartError` where an operator has to change
+    something first.
     """
     # Arrow's threads would take the engine's cores; copying and hashing have their own threads.
     pa.set_cpu_count(1)
@@ -128,7 +130,7 @@ async def serve(
         pool, restored = opening.result()
         server = Server(config, directory, pool, restored, store, http, watchdog)
         _handle_signals(server.signalled, SIGNALS)
-        return await server.run(ready)
+        return await server.run(ready, stopping)
 
 
 def _handle_signals(
@@ -187,7 +189,9 @@ class Server:
         """When it starts: a terminal that was closed is none."""
         self.broken: BaseException | None = None
 
-    async def run(self, ready: Callable[[ServerInfo], None] | None) -> Exit:
+    async def run(
+        self, ready: Callable[[ServerInfo], None] | None, stopping: Callable[[], None] | None
+    ) -> Exit:
         """Serve until stopped, drain, and close everything."""
         ended = Exit.OK
         dispatcher, directory = self.dispatcher, self._directory
@@ -243,6 +247,8 @@ class Server:
                 if ready is not None:
                     ready(info)
                 await self.stopping.wait()
+                if stopping is not None:
+                    stopping()
                 self._watchdog.drain()
                 seconds_max = self._config.limits.drain_seconds_max + ANNOUNCE_SECONDS_MAX
                 timer = loop.call_later(seconds_max + HANGING_SECONDS_MAX, self._give_up)

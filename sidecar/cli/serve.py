@@ -69,10 +69,14 @@ def main(options: Options) -> int:
             # `kvlake run --optional` does not wait for ever.
             with contextlib.suppress(BrokenPipeError):
                 os.write(options.ready_fd, json.dumps(line).encode() + b"\n")
+
+    def stopping() -> None:
+        if options.ready_fd is not None:
+            # So that `kvlake run` sends no signal to a sidecar that drains.
             os.close(options.ready_fd)
 
     try:
-        return anyio.run(functools.partial(serve, config, ready=ready))
+        return anyio.run(functools.partial(serve, config, ready=ready, stopping=stopping))
     except StartError as error:
         raise NotStarted(str(error)) from error
 

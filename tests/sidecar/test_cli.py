@@ -240,7 +240,7 @@ def test_objects_of_the_start_are_excluded_from_garbage_collection(
 
     frozen: list[int] = []
 
-    async def serve(_: object, *, ready: Callable[[ServerInfo], None]) -> int:
+    async def serve(_: object, *, ready: Callable[[ServerInfo], None], **_more: object) -> int:
         # The tests freeze, too.
         gc.unfreeze()
         ready(ServerInfo(1, tmp_path, "", lambda: None))

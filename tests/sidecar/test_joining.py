@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ import yaml
 
 from sidecar.cli.console import CommandError, NotStarted
 from sidecar.cli.run import SupervisedSidecar, has_joined, is_locked, listener
-from sidecar.config.model import load, loads
+from sidecar.config.model import load
 from sidecar.exits import Exit
 from tests import places
 
@@ -250,44 +249,4 @@ def test_a_sidecar_that_ends_while_it_starts(node: Node, ends: str, error: type[
     with ours, theirs, pytest.raises(CommandError, match="ended with code") as raised:
         sidecar.start(ours)
     assert type(raised.value) is error
-
-
-CHILD = """
-    import os, signal, sys, time
-    from pathlib import Path
-
-    socket, signals = map(Path, sys.argv[1:])
-
-    def drain(*_):
-        with signals.open("a") as file:
-            print(os.getpid(), file=file)
-        socket.unlink(missing_ok=True)
-        time.sleep(0.5)
-        sys.exit()
-
-    signal.signal(signal.SIGTERM, drain)
-    signals.with_suffix(".pid").write_text(str(os.getpid()))
-    socket.touch()
-    signal.pause()
-"""
-"""A stand-in for a sidecar: it serves, and drains at a signal."""
-
-
-def test_a_sidecar_that_was_started_again_gets_no_second_signal(short_directory: Path) -> None:
-    """As where systemd stops a unit soon after its sidecar died."""
-    config = loads(f"runtime: {{directory: {short_directory}}}", environment={})
-    place, signals = config.runtime.attach_path, short_directory / "signals"
-    place.parent.mkdir(exist_ok=True)
-    child = [sys.executable, "-c", textwrap.dedent(CHILD), str(place), str(signals)]
-    sidecar = SupervisedSidecar(config, child)
-    sidecar.retry()
-    while sidecar.watch() is not None:
-        time.sleep(0.01)
-    pid = signals.with_suffix(".pid").read_text()
-    os.kill(int(pid), signal.SIGTERM)
-    while place.exists():
-        time.sleep(0.01)
-    reader, writer = socket.socketpair()
-    with reader, writer:
-        sidecar.stop(reader)
-    assert signals.read_text().split() == [pid]
+    sidecar.stop(ours)

@@ -241,19 +241,19 @@ SIDECAR = """
 SOCKET = os.path.join(os.path.dirname(LOG), "a", "attach.sock")
 def end(number, frame):
     os.remove(SOCKET)  # fails for a second signal
+    os.close(fd)
     while DRAINS and os.getppid() == PARENT and "engine got SIGTERM" not in open(LOG).read():
         time.sleep(0.01)
     time.sleep(DRAINS)
     note("sidecar drained")
     sys.exit(0)
+fd = int(sys.argv[sys.argv.index("--ready-fd") + 1])
 os.makedirs(os.path.dirname(SOCKET), exist_ok=True)
 open(SOCKET, "w").close()
 signal.signal(signal.SIGTERM, end)
 note(f"sidecar {os.getpid()} session {os.getsid(0) == os.getpid()}")
-if "--ready-fd" in sys.argv and READY:
-    fd = int(sys.argv[sys.argv.index("--ready-fd") + 1])
+if READY:
     os.write(fd, b"1")
-    os.close(fd)
 if CODE is not None:
     sys.exit(CODE)
 while os.getppid() == PARENT:

@@ -22,6 +22,7 @@ Invariants:
 import contextlib
 import fcntl
 import functools
+import io
 import os
 import select
 import signal
@@ -202,9 +203,9 @@ class SupervisedSidecar:
         self._home = config.runtime.home
         self._command = list(command)
         self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: io.FileIO | None = None
+        """From the process: a line when it serves, and the end when it stops."""
         self._started = 0.0
-        self._served = False
-        """Whether the process was seen ready."""
         self._joined_fd: int | None = None
         self._delay_seconds = RESTART_SECONDS_FIRST
         self._restart_at: float | None = None
@@ -254,50 +255,56 @@ class SupervisedSidecar:
 
     def _start_own(self, wakeup: socket.socket, deadline: float) -> bool:
         """Whether it serves. False if another one starts instead."""
-        reader, writer = os.pipe()
         try:
-            process = self._spawn(writer)
+            process, pipe = self._spawn()
         except OSError as error:
             raise NotStarted(f"the sidecar cannot be started: {error}") from error
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise NotStarted(
+                    f"the sidecar was not ready after {self.ready_seconds_max:.0f} s; see its "
+                    "lines above. A large host.size starts faster with host.prefault: false"
+                )
+            readable, _, _ = select.select([pipe.fileno(), wakeup.fileno()], [], [], left)
+            if wakeup.fileno() in readable:
+                _interrupt(wakeup)
+            if pipe.fileno() in readable:
+                if pipe.read(1):
+                    return True
+                code = process.wait()
+                if code == Exit.START and is_locked(self._home) and left > JOIN_SECONDS:
+                    return False
+                # Another code, such as that of a signal, may be another one next time.
+                kind = CommandError if code == Exit.USAGE else NotStarted
+                raise kind(f"the sidecar ended with code {code}; see its lines above")
+
+    def _spawn(self) -> tuple[subprocess.Popen[bytes], io.FileIO]:
+        """The process and its pipe. Raises `OSError`."""
+        self._started = time.monotonic()
+        self._restart_at = None
+        self._close_pipe()
+        reader, writer = os.pipe()
+        pipe = self._pipe = io.FileIO(reader)
+        os.set_blocking(reader, False)
+        try:
+            process = self._process = subprocess.Popen(
+                [*self._command, "--ready-fd", str(writer)],
+                stdin=subprocess.DEVNULL,
+                # The engine's standard output stays the engine's own.
+                stdout=sys.stderr.fileno(),
+                pass_fds=(writer,),
+                start_new_session=True,
+                env=without_notify(os.environ),
+            )
         finally:
             os.close(writer)
-        with os.fdopen(reader, "rb", buffering=0) as pipe:
-            while True:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise NotStarted(
-                        f"the sidecar was not ready after {self.ready_seconds_max:.0f} s; see its "
-                        "lines above. A large host.size starts faster with host.prefault: false"
-                    )
-                readable, _, _ = select.select([pipe.fileno(), wakeup.fileno()], [], [], left)
-                if wakeup.fileno() in readable:
-                    _interrupt(wakeup)
-                if pipe.fileno() in readable:
-                    if pipe.read(1):
-                        self._served = True
-                        return True
-                    code = process.wait()
-                    if code == Exit.START and is_locked(self._home) and left > JOIN_SECONDS:
-                        return False
-                    # Another code, such as that of a signal, may be another one next time.
-                    kind = CommandError if code == Exit.USAGE else NotStarted
-                    raise kind(f"the sidecar ended with code {code}; see its lines above")
+        return process, pipe
 
-    def _spawn(self, ready_fd: int | None) -> subprocess.Popen[bytes]:
-        ready = [] if ready_fd is None else ["--ready-fd", str(ready_fd)]
-        self._started = time.monotonic()
-        self._served = False
-        self._restart_at = None
-        self._process = subprocess.Popen(
-            [*self._command, *ready],
-            stdin=subprocess.DEVNULL,
-            # The engine's standard output stays the engine's own.
-            stdout=sys.stderr.fileno(),
-            pass_fds=() if ready_fd is None else (ready_fd,),
-            start_new_session=True,
-            env=without_notify(os.environ),
-        )
-        return self._process
+    def _close_pipe(self) -> None:
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
 
     def watch(self) -> float | None:
         """Restart it if it died and its delay is over. Seconds until the next call, if any."""
@@ -312,9 +319,7 @@ class SupervisedSidecar:
             assert self._process is not None
             code = self._process.poll()
             if code is None:
-                # One that was started again says nothing when it is ready.
-                self._served = self._served or self._config.runtime.attach_path.exists()
-                return None if self._served else POLL_SECONDS
+                return None
             if now - self._started >= HEALTHY_SECONDS:
                 self._delay_seconds = RESTART_SECONDS_FIRST
             ending = f"code {code}" if code >= 0 else signal.Signals(-code).name
@@ -330,7 +335,7 @@ class SupervisedSidecar:
             self._restart_at = None
             return POLL_SECONDS
         try:
-            self._spawn(None)
+            self._spawn()
         except OSError as error:
             # Out of memory, for example, that the dead one has not freed yet.
             log(
@@ -338,7 +343,7 @@ class SupervisedSidecar:
                 f"next attempt in {self._delay_seconds:g} s"
             )
             return self._start_later()
-        return POLL_SECONDS
+        return None
 
     def retry(self) -> None:
         """Have `watch` start it, unless one is starting."""
@@ -357,9 +362,15 @@ class SupervisedSidecar:
 
         One that others have joined continues for them, and drains when the last of them has ended.
         """
+        try:
+            self._stop(wakeup)
+        finally:
+            self._leave()
+            self._close_pipe()
+
+    def _stop(self, wakeup: socket.socket) -> None:
         process = self._process
         if self._joined_fd is not None or process is None or process.poll() is not None:
-            self._leave()
             return
         if has_joined(self._home):
             log(f"the sidecar (pid {process.pid}) continues for others that joined it")
@@ -379,10 +390,12 @@ class SupervisedSidecar:
     def _drains(self) -> bool:
         """Whether it stops already, because a service manager signals every process of a service.
 
-        A second signal would end the drain. A sidecar that stops removes its socket first.
+        A second signal would end the drain. A missing socket says nothing: others remove files.
         """
-        ready = self._served or time.monotonic() - self._started > self.ready_seconds_max
-        return ready and not self._config.runtime.attach_path.exists()
+        assert self._pipe is not None
+        while read := self._pipe.read(select.PIPE_BUF):
+            pass
+        return read is not None
 
 
 def forwarded(wakeup: socket.socket) -> list[int]:
