@@ -117,17 +117,33 @@ def blink(alert: str, name: str, values: str, off: int) -> Case:
     return Case(alert, (series,), 5, off, {**series.labels, **TARGET})
 
 
+def burst(
+    alert: str,
+    name: str,
+    values: str,
+    target: Mapping[str, str] = TARGET,
+    *,
+    also: str | None = None,
+) -> Case:
+    """A figure of short trouble from the fifth minute on, perhaps beside another one at rest."""
+    series = Series(name, values, target)
+    rest = () if also is None else (Series(also, "0x70", target),)
+    return Case(alert, (series, *rest), 5, 60)
+
+
+BURST: Final = "0x4 10 20x60"
+"""A counter that grows for a minute."""
 UP: Final = 'kvlake_info{version="1"}'
 READS_PAUSED: Final = 'kvlake_store_paused{way="read"}'
 PAUSED: Final = {"way": "read", **TARGET}
 COPIES: Final = 'kvlake_problem{code="copies"}'
 RESTARTS: Final = (
-    Series("kvlake_start_time_seconds", "100x4 _ 300 _ 420 _ 540x60"),
-    Series(UP, "1x4 _ 1 _ 1 _ 1x60"),
+    Series("kvlake_start_time_seconds", "100x4 stale 300 stale 420 stale 540x60"),
+    Series(UP, "1x4 stale 1 stale 1 stale 1x60"),
     Series("up", "1x4 0 1 0 1 0 1x60"),
-    Series("kvlake_ready", "1x4 _ 0 _ 0 _ 1x60"),
+    Series("kvlake_ready", "1x4 stale 0 stale 0 stale 1x60"),
 )
-"""It runs for a minute at a time."""
+"""It runs for a minute at a time. Prometheus marks the series of a failed scrape as stale."""
 TOKENS: Final = "kvlake_prompt_tokens_total"
 EVICTED: Final = f'{TOKENS}{{model_name="m",outcome="computed",reason="evicted"}}'
 FROM_HOST: Final = f'{TOKENS}{{model_name="m",outcome="host",reason=""}}'
@@ -172,12 +188,12 @@ CASES: Final = (
     ),
     jump("KvlakeObjectsDamaged", "kvlake_quarantined_store_total", 61),
     gauge("KvlakeStoreUnwell", "kvlake_store_well", 6, good=1, bad=0),
-    Case("KvlakeStorePaused", (Series(READS_PAUSED, "0x4 1x30 0x30"),), 16, 42, PAUSED),
+    Case("KvlakeStorePaused", (Series(READS_PAUSED, "0x4 1x30 0x30"),), 21, 42, PAUSED),
     # Few requests come, and each one finds the store away.
     Case(
         "KvlakeStorePaused",
         (Series(READS_PAUSED, f"0x4 {'1 0 0 0 ' * 8} 0x30"),),
-        16,
+        21,
         42,
         PAUSED,
     ),
@@ -256,8 +272,13 @@ QUIET: Final = (
     # Each life and each gap is too short for these.
     Case("KvlakeSidecarDown", RESTARTS, 10, 40),
     Case("KvlakeNotReady", RESTARTS, 10, 40),
-    # An outage of a few minutes.
-    Case("KvlakeStorePaused", (Series(READS_PAUSED, "0x4 1x3 0x60"),), 10, 16),
+    # Trouble that is over before the time that the page states.
+    burst("KvlakeStorePaused", READS_PAUSED, "0x4 1x8 0x60"),
+    burst("KvlakeLoopLate", "kvlake_loop_lag_seconds", "0x4 0.5x1 0x60"),
+    burst("KvlakeRequestsUncached", "vllm:kvlake_requests_uncached_total", BURST, ENGINE),
+    burst("KvlakeRefused", 'kvlake_refused_total{what="load",why="copies"}', BURST),
+    burst("KvlakeRevoked", "kvlake_loads_revoked_total", BURST, also="kvlake_stores_revoked_total"),
+    burst("KvlakeWritesDropped", "kvlake_writes_dropped_total", "0x4 1+1x20 21x60"),
     # It writes what is left, for up to limits.drain_seconds_max.
     Case(
         "KvlakeNotReady",
@@ -272,7 +293,7 @@ QUIET: Final = (
     # The page is opened.
     jump("KvlakeStrangers", 'kvlake_http_refused_total{why="no_token"}', 16),
 )
-"""No alarm, at `on` and at `off`."""
+"""No alarm until `off`."""
 
 
 def expected_annotations(rule: dict[str, Any], labels: dict[str, str]) -> dict[str, str]:
@@ -292,7 +313,8 @@ def unit_test(case: Case, rule: dict[str, Any], *, fires: bool) -> dict[str, Any
         "exp_labels": {**case.labels, **rule["labels"]},
         "exp_annotations": expected_annotations(rule, case.labels),
     }
-    expected = {1: [], case.on: [fired] if fires else [], case.off: []}
+    minutes = (1, case.on, case.off) if fires else range(1, case.off + 1)
+    expected = {minute: [fired] if fires and minute == case.on else [] for minute in minutes}
     return {
         "interval": "1m",
         "input_series": [series.told() for series in case.series],
