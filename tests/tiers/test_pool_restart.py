@@ -295,6 +295,22 @@ def test_table_that_is_by_far_too_small_or_large_is_not_kept(
         assert resized.table_bytes == TableShape.of(made_for).table_bytes
 
 
+def test_a_table_that_cannot_grow_on_names_the_size_that_keeps_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It named the size after the last resize as that for which it had been made."""
+    for name in ("_SLABS_MIN", "_RECORDS_MIN"):
+        places.patch(monkeypatch, name, 4)
+    left_pool(path)
+    pool = open_pool(path, 16 * PAGES)
+    assert pool.emptied == ""
+    pool.close(keep=True)
+    pool = open_pool(path, 32 * PAGES)
+    assert "when the file was first made, host.size was too far from this one" in pool.emptied
+    assert f"a host.size of {16 * PAGES * PAGE} bytes, as before, would keep" in pool.emptied
+    pool.close()
+
+
 def test_no_room_to_grow_costs_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     offsets = left_pool(path)
     before = path.read_bytes()

@@ -254,7 +254,11 @@ def _fitting(
         return "it has holes: not all of it is backed by memory"
     wanted = shape.resized(size_bytes)
     if wanted is None:
-        return f"it was made for a host.size of {shape.size_bytes} bytes, too far from this one"
+        return (
+            "when the file was first made, host.size was too far from this one (more than 16 times "
+            f"as large or as small); a host.size of {shape.size_bytes} bytes, as before, would "
+            "keep what is in it"
+        )
     return shape, wanted
 
 
