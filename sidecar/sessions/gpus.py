@@ -27,7 +27,7 @@ from sidecar.errors import AttachRefused
 from sidecar.logs import fields
 from sidecar.protocol import KIND_CUDA_IPC, Memory
 from tiers.cuda.device import Device, DeviceMemory, PinnedMemory
-from tiers.cuda.driver import driver
+from tiers.cuda.driver import driver, gpu_name
 from tiers.cuda.errors import CudaFailed, DeviceLost
 from tiers.kv.copy import Region
 from tiers.kv.layout import Bytes, KVLayout
@@ -62,7 +62,7 @@ class Gpus:
         What was mapped there stays allocated on the device until this process ends.
         """
         return [
-            f"GPU-{uuid.hex()}: {device.lost}"
+            f"{gpu_name(uuid)}: {device.lost}"
             for uuid, device in self._devices.items()
             if device.lost is not None
         ]
@@ -128,7 +128,7 @@ class Gpus:
         _logger.info(
             "GPU ready",
             extra=fields(
-                uuid=uuid.hex(),
+                uuid=gpu_name(uuid),
                 name=device.driver.name(device.ordinal),
                 batches=found.batches,
                 planes=found.planes,
@@ -182,7 +182,7 @@ class Gpus:
 
 
 def _refusal(uuid: bytes, reason: object) -> AttachRefused:
-    return AttachRefused("gpu", f"GPU-{uuid.hex()}: {reason}")
+    return AttachRefused("gpu", f"{gpu_name(uuid)}: {reason}")
 
 
 class GpuMapping:

@@ -422,7 +422,7 @@ def test_a_device_is_found_by_its_identity_and_not_by_its_number(double: Double)
             "ready(uuid); enter(layout, handle)", uuid=uuid_of(2), layout=layout, handle=handle
         )
         assert reader.run("result = device.ordinal") == 2
-        with pytest.raises(ChildError, match=r"DeviceMissing: .*ffff"):
+        with pytest.raises(ChildError, match=r"DeviceMissing: .*GPU-f{8}-f{4}-f{4}-f{4}-f{12} "):
             reader.run("ready(b'\\xff' * 16)")
 
 

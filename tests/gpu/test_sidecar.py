@@ -365,7 +365,8 @@ def test_a_device_that_is_lost_fails_its_copies_and_serves_nobody_more(
                 socket=str(sidecar.socket),
                 layout=layout_in("BLHNC"),
             )
-            assert "refused (gpu): " in told[0]
+            # As nvidia-smi and CUDA_VISIBLE_DEVICES name it.
+            assert "refused (gpu): GPU-d0d0d0d0-d0d0-d0d0-d0d0-d0d0d0d0d000: " in told[0]
             assert "cuEventQuery failed with CUDA error (700)" in told[0]
             assert told[1]
         # Memory that it mapped stays allocated while it runs, also of engines that ended.

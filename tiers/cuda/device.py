@@ -23,7 +23,7 @@ from typing import Any, Final
 from tiers.cuda.calibration import Calibration, Strided
 from tiers.cuda.copy_stream import CopyStream
 from tiers.cuda.descriptors import PlaneShape, cut, describe, describe_planes, split_at_grid
-from tiers.cuda.driver import Driver, check
+from tiers.cuda.driver import Driver, check, gpu_name
 from tiers.cuda.errors import NOT_READY, CudaFailed, NotSupportedHere
 from tiers.kv.copy import BlockIds, Runs, Visit, check_copy
 from tiers.kv.layout import Bytes, KVLayout
@@ -84,7 +84,7 @@ class Device:
                     driver.call("cuDevicePrimaryCtxRelease", self.ordinal)
             raise
         for reason in self.calibration.reasons:
-            _logger.warning("GPU %s: %s, so they are not used", self.uuid.hex(), reason)
+            _logger.warning("%s: %s, so they are not used", gpu_name(self.uuid), reason)
 
     def bind(self) -> None:
         """Make this device's context current in the calling thread."""

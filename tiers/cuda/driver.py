@@ -10,6 +10,7 @@ Invariants: nothing is loaded before a `Driver` is made; no call here waits for 
 import ctypes
 import functools
 import importlib
+import uuid
 from typing import Any, Final
 
 from tiers.cuda.errors import DeviceMissing, DriverMissing, NotSupportedHere, failure
@@ -98,17 +99,22 @@ class Driver:
         found = bytes(self.call("cuDeviceGetName", 256, ordinal))
         return found.split(b"\0", 1)[0].decode(errors="replace").strip()
 
-    def ordinal_of(self, uuid: bytes) -> int:
+    def ordinal_of(self, identity: bytes) -> int:
         """Number of a device in this process. Raises `DeviceMissing`."""
         for ordinal in range(int(self.call("cuDeviceGetCount"))):
-            if self.uuid(ordinal) == uuid:
+            if self.uuid(ordinal) == identity:
                 return ordinal
-        raise DeviceMissing("cuDeviceGetUuid", 101, f"no device GPU-{uuid.hex()}")
+        raise DeviceMissing("cuDeviceGetUuid", 101, f"no device {gpu_name(identity)}")
 
     def attribute(self, name: str, ordinal: int) -> int:
         """An attribute of a device."""
         attribute = self.enum("CUdevice_attribute", f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(self.call("cuDeviceGetAttribute", attribute, ordinal))
+
+
+def gpu_name(identity: bytes) -> str:
+    """A device's UUID of 16 bytes as nvidia-smi and CUDA_VISIBLE_DEVICES have it."""
+    return f"GPU-{uuid.UUID(bytes=identity)}"
 
 
 def bytes_of(structure: Any, size_bytes: int) -> bytes:

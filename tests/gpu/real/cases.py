@@ -176,7 +176,7 @@ def wrong_device(world: World) -> str:
     """A device that the sidecar does not see is named."""
     with world.engine(world.layout("BLHNC", world.sizes.cache)) as child:
         said = _attach(world, child.call("engine.described"), device_uuid=b"\xfe" * 16)
-    assert "fe" * 16 in said
+    assert "GPU-fefefefe-fefe-fefe-fefe-fefefefefefe: " in said
     assert "CUDA_VISIBLE_DEVICES" in said
     return said
 
