@@ -177,6 +177,8 @@ def test_unregistering_memory_that_queued_work_touches_is_noted(double: Double) 
 def test_a_stream_writes_words_only_where_memory_is_registered(double: Double) -> None:
     with Child(double, setup=SETUP + PINNED) as child:
         child.run(
+            "call('cuMemHostUnregister', host.ctypes.data)\n"
+            "call('cuMemHostRegister', host.ctypes.data, host.size, 3)\n"
             "q = call('cuMemHostGetDevicePointer', host.ctypes.data, 0)\n"
             "call('cuStreamWriteValue64', gpu.stream, q, 77, 0)"
         )
@@ -186,6 +188,34 @@ def test_a_stream_writes_words_only_where_memory_is_registered(double: Double) -
                 "other = np.zeros(8, dtype=np.uint64)\n"
                 "call('cuStreamWriteValue64', gpu.stream, other.ctypes.data, 1, 0)"
             )
+
+
+def test_a_device_pointer_of_host_memory_that_is_not_mapped_is_refused_and_noted(
+    double: Double,
+) -> None:
+    with Child(double, setup=SETUP + PINNED) as child:
+        with pytest.raises(ChildError, match="cuMemHostGetDevicePointer: 1"):
+            child.run("call('cuMemHostGetDevicePointer', host.ctypes.data, 0)")
+        assert b"DEVICEMAP" in _broken(double, child.pid)
+
+
+@pytest.mark.parametrize("portable", [True, False])
+def test_host_memory_is_of_one_device_unless_it_is_portable(double: Double, portable: bool) -> None:
+    double.page.num_devices = 2
+    copy = (
+        "call('cuMemHostUnregister', host.ctypes.data)\n"
+        "call('cuMemHostRegister', host.ctypes.data, host.size, int(portable))\n"
+        "call('cuCtxSetCurrent', call('cuDevicePrimaryCtxRetain', 1))\n"
+        "p, stream = gpu.allocate(1 << 16), call('cuStreamCreate', 1)\n"
+        "call('cuMemcpyHtoDAsync', p, host.ctypes.data, 4, stream)"
+    )
+    with Child(double, setup=SETUP + PINNED) as child:
+        if portable:
+            child.run(copy, portable=portable)
+            return
+        with pytest.raises(ChildError, match="cuMemcpyHtoDAsync: 1"):
+            child.run(copy, portable=portable)
+        assert b"PORTABLE" in _broken(double, child.pid)
 
 
 def test_vmm_memory_is_exported_as_a_descriptor_only_where_it_was_asked_for(

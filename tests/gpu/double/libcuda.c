@@ -10,7 +10,8 @@
  *
  * Broken rules of the driver are counted as violations, whatever the call returns: freeing or
  * unregistering memory that queued work touches, a batch on the NULL stream, a copy that leaves its
- * allocation or straddles two registrations.
+ * allocation or straddles two registrations, a device that uses host memory which another one
+ * registered without PORTABLE, and a device pointer of host memory without DEVICEMAP.
  *
  * It proves logic and ABI, never speed. With a clock (`clock_mb_per_s`) it says what part of its time a
  * copy engine of that rate would be busy. */
@@ -55,6 +56,7 @@ enum {
 
 struct context { int device; int retained; struct stream *null_stream; };
 
+enum { PORTABLE = 1, DEVICEMAP = 2 };
 enum region_kind { DEVICE_REGION, IMPORT_REGION, MAPPED_REGION, HOST_REGION };
 
 struct region {
@@ -63,6 +65,7 @@ struct region {
     char *alias;            /* where the double touches it */
     int fd;                 /* memfd; -1 for host memory */
     int device;
+    unsigned flags;         /* registrations: see cuMemHostRegister */
     int opened;             /* imports: how often */
     uint64_t identity;      /* inode of the memfd */
     struct handle *handle;  /* mapped regions */
@@ -390,6 +393,10 @@ static int resolve(uint64_t address, uint64_t size, char **where, struct region 
     *where = found->alias + (address - found->base);
     if (address - found->base + size > found->size) {
         violate("a copy leaves its allocation or straddles two registrations", address);
+        return 0;
+    }
+    if (found->kind == HOST_REGION && found->device != current->device && !(found->flags & PORTABLE)) {
+        violate("host memory that another device registered is not PORTABLE", address);
         return 0;
     }
     return 1;
@@ -1037,7 +1044,7 @@ CUresult cuMemHostRegister_v2(void *address, size_t size, unsigned flags) {
             pthread_mutex_unlock(&state);
             return ALREADY_REGISTERED;
         }
-    add_region(HOST_REGION, base, size, address, -1);
+    add_region(HOST_REGION, base, size, address, -1)->flags = flags;
     pthread_mutex_unlock(&state);
     live(REGISTRATION, 1);
     return SUCCESS;
@@ -1060,8 +1067,11 @@ CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr *device, void *address, unsign
     BEGIN_IN_CONTEXT("cuMemHostGetDevicePointer");
     pthread_mutex_lock(&state);
     struct region *region = find((uint64_t)address);
+    int there = region && region->kind == HOST_REGION;
+    int mapped = there && region->flags & DEVICEMAP;
+    if (there && !mapped) violate("host memory with a device pointer is not DEVICEMAP", region->base);
     pthread_mutex_unlock(&state);
-    if (flags || !region || region->kind != HOST_REGION) return INVALID_VALUE;
+    if (flags || !mapped) return INVALID_VALUE;
     *device = (CUdeviceptr)address;
     return SUCCESS;
 }
