@@ -155,7 +155,6 @@ class Client:
         self._connection: socket.socket | None = None
         self._unanswered = False
         """The sidecar may still take what the last attempt sent."""
-        self._released = False
         self._attached_once = threading.Event()
         self.last_log = ""
         self.answers_stale = 0
@@ -255,28 +254,28 @@ class Client:
         """End the session and the thread. May be called twice.
 
         With `release_seconds_max`, waits as long for the sidecar to release everything of ours, and
-        returns whether it did. Waits `wait_seconds_max` more for the thread.
+        returns whether it did. Waits `wait_seconds_max` more for the thread. With both 0, a later
+        call can wait.
         """
-        if self._closing.is_set():
-            return self._released
         self._closing.set()
+        seconds_max = wait_seconds_max + release_seconds_max
         connection = self._connection if os.getpid() == self._pid else None
         if connection is not None:
             # After an end of file the sidecar unmaps our memory, and then hangs up.
-            how = socket.SHUT_WR if release_seconds_max else socket.SHUT_RDWR
+            cut = seconds_max and not release_seconds_max
             with contextlib.suppress(OSError):
-                connection.shutdown(how)
+                connection.shutdown(socket.SHUT_RDWR if cut else socket.SHUT_WR)
         # One that has not begun cannot be joined.
         with contextlib.suppress(RuntimeError):
-            self.thread.join(timeout=wait_seconds_max + release_seconds_max)
-        self._released = not (self._unanswered or self.thread.is_alive())
-        if connection is not None:
+            self.thread.join(timeout=seconds_max)
+        released = not (self._unanswered or self.thread.is_alive())
+        if connection is not None and seconds_max:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         self._close_dealer()
         self._current = None
         self._context.destroy(linger=0)
-        return self._released
+        return released
 
     def _open_dealer(self, session: SidecarSession) -> None:
         try:

@@ -90,6 +90,8 @@ class WorkerRole:
         self._memory: ExportedMemory | None = None
         """None during sleep, and after a refusal."""
         self.client: Client | None = None
+        self._left = False
+        """A rank can never be served, so this one left for good."""
         self.refusal = ""
         """Why this rank can never be served, or nothing. All ranks and the scheduler detach."""
         self._share()
@@ -137,7 +139,8 @@ class WorkerRole:
         `has_adapter` says whether this worker loaded these files for an adapter's number: KV of
         other files must not be stored. A `stale` plan was made for other weights: its jobs fail.
         """
-        if plan.retired and self.client is not None:
+        if plan.retired and self.client is not None and not self._left:
+            self._left = True
             # In the middle of a step, so do not wait. Open jobs end as when a sidecar dies. The
             # memory stays until `close`: the client's thread may be sending its descriptor.
             self.client.close(wait_seconds_max=0.0)
@@ -282,7 +285,7 @@ class WorkerRole:
 
     def restore(self) -> None:
         """Share the memory that came back, and attach again. May be repeated."""
-        if self._memory is None and not self.refusal:
+        if self._memory is None and not self.refusal and not self._left:
             self._share("after sleep mode ", "; restart the engine")
 
     def close(self) -> None:

@@ -328,6 +328,25 @@ class TestClose:
         assert ended == [True]
         assert client.close()
 
+    def test_one_that_did_not_wait_is_waited_for_later(
+        self, sidecar: Sidecar, make_client: Callable[..., Client]
+    ) -> None:
+        client = make_client()
+        peer, _ = sidecar.admit()
+        live(client)
+        assert not client.close(wait_seconds_max=0.0)
+        assert client.session is None
+        assert peer.connection.recv(1) == b""
+        assert not client.close(wait_seconds_max=0.0), "it still has our memory"
+        ended: list[bool] = []
+        closing = threading.Thread(target=lambda: ended.append(client.close(WAIT_SECONDS_MAX)))
+        closing.start()
+        closing.join(0.1)
+        assert not ended
+        peer.connection.close()
+        closing.join(WAIT_SECONDS_MAX)
+        assert ended == [True]
+
     def test_a_sidecar_that_does_not_is_not_waited_for_longer_than_asked(
         self, sidecar: Sidecar, make_client: Callable[..., Client]
     ) -> None:

@@ -67,6 +67,16 @@ def test_a_sidecar_that_keeps_the_memory_is_logged(caplog: pytest.LogCaptureFixt
     rank.close()
 
 
+def test_a_rank_of_an_engine_that_retired_does_not_come_back() -> None:
+    rank = Sleeper()
+    rank.role.submit(StepPlan(retired=True))
+    rank.role.unregister()
+    rank.role.restore()
+    assert rank.exports == 1
+    assert rank.client.closed
+    rank.close()
+
+
 @pytest.mark.parametrize(
     ("error", "told"),
     [
