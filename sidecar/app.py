@@ -182,6 +182,7 @@ class Server:
         self._http = http
         self._watchdog = watchdog
         self._watchdog.broke = self._break
+        self._watchdog.each_beat(self.dispatcher.leave_lost_gpus)
         self._taken_over = bool(restored)
         self.dispatcher.feed(Restored(restored))
         self.stopping = anyio.Event()

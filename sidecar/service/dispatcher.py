@@ -301,6 +301,17 @@ class Dispatcher:
             self.feed(closed)
         self.copies.drop(session)
 
+    def leave_lost_gpus(self) -> None:
+        """End the sessions of workers on lost GPUs.
+
+        Each attaches again, and is refused with the reason. Otherwise all its jobs would fail here.
+        """
+        lost = self.gpus.lost
+        for session in self.sessions.all() if lost else ():
+            memory = session.attach.memory
+            if memory is not None and (reason := lost.get(memory.device_uuid)) is not None:
+                self.end_session(session, reason)
+
     @property
     def index_bytes(self) -> int:
         """Shared memory of all indexes in bytes, including those that are being filled."""

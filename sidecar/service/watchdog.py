@@ -204,7 +204,7 @@ class SelfChecks:
         stuck = dispatcher.copies.stuck_seconds(time.monotonic())
         if stuck > COPY_SECONDS_STUCK:
             yield Problem("copies", f"every copy thread has been at its copy for {stuck:.0f} s")
-        if lost := dispatcher.gpus.lost:
+        if lost := [*dispatcher.gpus.lost.values()]:
             yield Problem(
                 "gpu",
                 f"{lost[0]}; until then its engines are served without the cache, and memory of "

@@ -56,16 +56,17 @@ class Gpus:
         self._unmapping = ThreadPoolExecutor(1, thread_name_prefix="kvlake-unmap")
 
     @property
-    def lost(self) -> list[str]:
-        """The devices that were lost after they had served, each with the error.
+    def lost(self) -> dict[bytes, str]:
+        """The devices that were lost after they had served: UUID to name and error.
 
         What was mapped there stays allocated on the device until this process ends.
         """
-        return [
-            f"{gpu_name(uuid)}: {device.lost}"
-            for uuid, device in self._devices.items()
+        return {
+            uuid: f"{gpu_name(uuid)}: {device.lost}"
+            # A copy: a thread that prepares a device adds it.
+            for uuid, device in list(self._devices.items())
             if device.lost is not None
-        ]
+        }
 
     async def prepare(self, memory: Memory) -> None:
         """Prepare the device of `memory`, once. Raises `AttachRefused`."""

@@ -355,6 +355,16 @@ def test_a_device_that_is_lost_fails_its_copies_and_serves_nobody_more(
         double.fail("cuEventQuery", 700)
         assert not rank.run("rank.randomize(1); result = rank.store(1, b'k' * 32, [1])")
         assert not rank.run("result = rank.store(2, b'l' * 32, [1])")
+        # Its session ended, and it was refused again: its log says why it is served uncached.
+        said = rank.run(
+            "import time; until = time.monotonic() + 60\n"
+            "while 'refused' not in (said := rank._client.last_log):\n"
+            "    assert time.monotonic() < until, said; time.sleep(0.01)\n"
+            "result = said, rank.session is None"
+        )
+        assert "refused (gpu): GPU-d0d0d0d0-" in said[0]
+        assert "cuEventQuery failed with CUDA error (700)" in said[0]
+        assert said[1]
         with Child(double, setup=SETUP) as second:
             told = second.run(
                 "import time; rank = Rank(socket, layout, engine_id='second')\n"
