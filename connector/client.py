@@ -84,6 +84,8 @@ class SidecarSession:
     """The context of its `Attempt`: a worker's fence page."""
     wants_events: bool = False
     dead: bool = False
+    ranks_lack: bool = False
+    """A rank has no session beside this one of a scheduler, so no chunk can be loaded whole."""
     moved: deque[IndexReader] = field(default_factory=lambda: deque[IndexReader](maxlen=1))
     """The newest index, until the engine's thread takes it: it may be idle for hours."""
 

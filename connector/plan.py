@@ -90,6 +90,8 @@ class StepPlan:
     """A rank can never share its memory, so all ranks detach. Set in every later plan, too."""
     weight_changes: int = 0
     """How often the engine's weights were replaced, as far as the scheduler knows."""
+    attached: bool = False
+    """The scheduler has a session, so ranks report that they have none."""
 
 
 @dataclass(slots=True)
@@ -108,6 +110,8 @@ class StepReport:
     """LoRA adapters that were loaded: number, files, whether in place, to the number of ranks."""
     weights_changed: bool = False
     """Weights were replaced without the scheduler's knowledge."""
+    unattached: int | None = None
+    """Ranks that have no session beside an attached scheduler, in every step; 0 once after that."""
 
     @property
     def empty(self) -> bool:
@@ -116,6 +120,7 @@ class StepReport:
 
     def add(self, other: "StepReport") -> "StepReport":
         """Sum of two ranks' reports."""
+        unattached = [one.unattached for one in (self, other) if one.unattached is not None]
         return StepReport(
             Counter(self.ended) + Counter(other.ended),
             self.failed + other.failed,
@@ -124,4 +129,5 @@ class StepReport:
             self.refusal or other.refusal,
             Counter(self.adapters) + Counter(other.adapters),
             self.weights_changed or other.weights_changed,
+            sum(unattached) if unattached else None,
         )

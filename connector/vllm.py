@@ -277,8 +277,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             # Known only after the memory was shared.
             self._worker.refuse(self._engine.refusal)
             self._notify_refused_worker()
-        plan = self._plan()
-        results = self._worker.collect(idle=plan.idle, waiting=plan.waiting)
+        results = self._worker.collect(self._plan())
         self._report = results.report
         return KVConnectorTransferResults(
             finished_recving=results.loaded, failed_recving=results.failed

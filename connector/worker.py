@@ -8,6 +8,7 @@ export of memory (`export.py`) nor what is loaded and stored (`scheduler/`).
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -44,6 +45,9 @@ logger = logging.getLogger("vllm.kvlake")
 JOBS_BYTES_MAX: Final = FRAME_BYTES_MAX - 64 * 1024
 RELEASE_SECONDS_MAX: Final = 10.0
 """How long to wait until the sidecar unmapped what is freed next. It takes milliseconds."""
+UNATTACHED_SECONDS_MIN: Final = 1.0
+"""After so long a rank reports that it has no session: beside a new sidecar it soon has one."""
+NOTHING: Final = StepPlan()
 
 
 @dataclass(slots=True)
@@ -81,6 +85,9 @@ class WorkerRole:
         self._describe = describe
         self._clock = clock
         self._step = 0
+        self._unattached = False
+        """Whether the last report said that this rank has no session."""
+        self._unattached_since = math.inf
         self.fence: WorkerFence | None = None
         self._session: SidecarSession | None = None
         self.retired: list[WorkerFence] = []
@@ -189,16 +196,21 @@ class WorkerRole:
             return False
         return True
 
-    def collect(self, *, idle: bool = False, waiting: bool = False) -> TransferResults:
-        """Everything that ended since the last call. Call once per step.
+    def collect(self, plan: StepPlan = NOTHING) -> TransferResults:
+        """Everything that ended since the last call. Call once per step, with its plan.
 
-        In an `idle` step this waits a moment for an answer, also if only another rank or a lookup
-        is `waiting`: vLLM repeats such a step at once, and spinning workers kept a sidecar from
-        running. For its own loads it waits longer: the copy may need the core where it would spin.
+        In an idle step this waits a moment for an answer, also if only another rank or a lookup is
+        waiting: vLLM repeats such a step at once, and spinning workers kept a sidecar from running.
+        For its own loads it waits longer: the copy may need the core where it would spin.
         """
-        self._refresh_session()
+        now, before = self._clock(), self._unattached
+        unattached = self._refresh_session() is None and plan.attached
+        self._unattached_since = min(self._unattached_since, now) if unattached else math.inf
+        self._unattached = now - self._unattached_since >= UNATTACHED_SECONDS_MIN
+        if before or self._unattached:
+            self._results.report.unattached = int(self._unattached)
         client = self.client
-        if client is not None and idle and (self.outstanding or waiting):
+        if client is not None and plan.idle and (self.outstanding or plan.waiting):
             loading = any(isinstance(one.job, Load) for one in self.outstanding.values())
             client.wait(LOADS_WAIT_MS if loading else IDLE_WAIT_MS)
         if client is not None and (self.outstanding or self.retired):

@@ -90,7 +90,7 @@ class SchedulerRole:
 
     def new_request(self, request: Any) -> None:
         """Hash the prompt, and ask for chunks that only the object store has."""
-        session = None if self.retired else self.client.session
+        session = None if self.retired else self._serving_session()
         self.stats.requests_uncached += session is None
         if self.retired:
             return
@@ -125,7 +125,7 @@ class SchedulerRole:
         request = state.request
         state.local_tokens = state.known_tokens = local_tokens
         state.found_tokens = 0
-        session = self.client.session
+        session = self._serving_session()
         state.declined = self._declined(state, session)
         if session is None or state.declined is not None:
             return 0
@@ -163,6 +163,11 @@ class SchedulerRole:
         # The sidecar would refuse the message with all jobs of its step.
         full = len(self.loading) >= session.limits.jobs_inflight_max
         return PromptOutcome.REFUSED if full else None
+
+    def _serving_session(self) -> SidecarSession | None:
+        """The session, unless a rank has none: each load would fail there."""
+        session = self.client.session
+        return None if session is None or session.ranks_lack else session
 
     def _fits(self, end_tokens: int) -> bool:
         """Whether vLLM could start to load a hit that ends here if nothing else were running.
@@ -350,6 +355,7 @@ class SchedulerRole:
         plan.stores = self.planner.take()
         self.requests.ended.clear()
         plan.retired = self.retired
+        plan.attached = self.client.session is not None
         plan.weight_changes = self._weight_changes
         plan.waiting = bool(self.pending.pending or self.loading or self.stores.jobs)
         return plan
@@ -407,6 +413,9 @@ class SchedulerRole:
         self.stats.stores_expired += report.stores_expired
         self.stats.loads_expired += report.loads_expired
         self.stores.ended(report)
+        if (session := self.client.session) is not None:
+            # Not kept for the next session: until they report, ranks are taken as attached.
+            session.ranks_lack = bool(report.unattached)
         self.requests.adapters.loaded(report.adapters)
         if report.weights_changed:
             self.weights_changed()

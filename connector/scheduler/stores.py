@@ -334,7 +334,7 @@ class StorePlanner:
         block_ids: Callable[[], Sequence[Sequence[int]]],
     ) -> None:
         session = self.client.session
-        if session is None:
+        if session is None or session.ranks_lack:
             return
 
         def bytes_max_of(part: Part) -> int:

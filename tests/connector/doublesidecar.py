@@ -60,6 +60,14 @@ class DoubleSidecar:
         self.fences = [rank.attach() for rank in self.engine.ranks]
         self.engine.client.attach(session_of(self.index))
 
+    def detach_rank(self, rank: int) -> None:
+        """One worker loses its session, for example with its GPU, and the sidecar its jobs."""
+        self.copies = [copy for copy in self.copies if copy.rank != rank]
+        self.engine.ranks[rank].client.attach(None)
+
+    def attach_rank(self, rank: int) -> None:
+        self.fences[rank] = self.engine.ranks[rank].attach()
+
     def detach(self) -> None:
         """The sidecar dies: nothing of what it was given will run."""
         self.copies.clear()

@@ -166,16 +166,16 @@ class TestSubmit:
 class TestIdle:
     def test_a_step_that_only_waits_for_us_waits_a_little(self, rank: Rank) -> None:
         rank.role.submit(StepPlan([], [store(2)]))
-        rank.role.collect(idle=True)
+        rank.role.collect(StepPlan(idle=True))
         assert rank.client.waited_ms == IDLE_WAIT_MS
 
     def test_one_that_loads_waits_longer(self, rank: Rank) -> None:
         rank.role.submit(StepPlan([load(2, "a")], [store(3)]))
-        rank.role.collect(idle=True)
+        rank.role.collect(StepPlan(idle=True))
         assert rank.client.waited_ms == LOADS_WAIT_MS
 
     def test_so_does_one_that_waits_for_another_rank_or_for_a_lookup(self, rank: Rank) -> None:
-        rank.role.collect(idle=True, waiting=True)
+        rank.role.collect(StepPlan(idle=True, waiting=True))
         assert rank.client.waited_ms == IDLE_WAIT_MS
 
     def test_no_other_does(self, rank: Rank) -> None:
@@ -184,8 +184,8 @@ class TestIdle:
         # Idle again, but with nothing of ours to wait for.
         rank.answer((2, Outcome.OK))
         rank.role.collect()
-        rank.role.collect(idle=True)
-        rank.role.collect(waiting=True)
+        rank.role.collect(StepPlan(idle=True))
+        rank.role.collect(StepPlan(waiting=True))
         assert rank.client.waited_ms == 0
 
 
