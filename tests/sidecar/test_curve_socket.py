@@ -19,7 +19,7 @@ from sidecar.protocol import Outcome
 from tests import places
 from tests.sidecar.client import WAIT_SECONDS_MAX, RunningSidecar, Worker, key_of
 from tests.sidecar.configurations import with_events
-from tests.sidecar.test_job_socket import MORE, anonymous_bytes, at_end, frame, ready
+from tests.sidecar.test_job_socket import COMMAND, LONG, MORE, anonymous_bytes, at_end, frame, ready
 
 MIB: Final = 1 << 20
 PUBLISHER, REPLAY = "events", "replay"
@@ -90,6 +90,24 @@ def test_frames_of_a_peer_without_a_key_take_no_memory(
                 sock.sendall(many)
     serves(sidecar)
     grown = anonymous_bytes() - held
+    assert grown < 24 * MIB, f"{grown / MIB:.0f} MiB"
+
+
+@pytest.mark.promise("event-memory")
+@pytest.mark.parametrize("which", [PUBLISHER, REPLAY])
+def test_a_long_frame_of_a_peer_without_a_key_takes_no_memory_while_it_comes(
+    sidecar: RunningSidecar, which: str
+) -> None:
+    """A handshake frame that says it has 256 MiB, and 64 of them."""
+    held = anonymous_bytes()
+    with connected(sidecar, which) as sock:
+        # Where the frame is refused, the connection is cut, and sending fails.
+        with contextlib.suppress(ConnectionError):
+            sock.sendall(greeting(b"CURVE") + struct.pack(">BQ", COMMAND | LONG, 256 * MIB))
+            for _ in range(64):
+                sock.sendall(bytes(MIB))
+        serves(sidecar)
+        grown = anonymous_bytes() - held
     assert grown < 24 * MIB, f"{grown / MIB:.0f} MiB"
 
 
