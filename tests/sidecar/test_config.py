@@ -52,6 +52,27 @@ def test_on_and_off_are_accepted_as_yaml_booleans() -> None:
     )
 
 
+@pytest.mark.promise("bucket-bounds")
+@pytest.mark.parametrize(
+    ("limits", "most", "too_much"),
+    [
+        ("size_max: 1000", (1500, 10**9), (1501, 1)),
+        ("objects_max: 100", (10**18, 150), (1, 151)),
+        # A half of an odd limit is no whole object.
+        ("objects_max: 3", (10**18, 4), (1, 5)),
+        ("size_max: 1000, objects_max: 100", (1500, 150), (1501, 150)),
+        ("size_max: 1000, objects_max: 100", (1500, 150), (1500, 151)),
+    ],
+)
+def test_a_namespace_has_room_up_to_one_and_a_half_times_its_limit(
+    limits: str, most: tuple[int, int], too_much: tuple[int, int]
+) -> None:
+    """Bytes and objects, as docs/how-to/object-stores.md has it."""
+    store = store_of(f"store: {{url: 's3://b', {limits}}}")
+    assert store.has_room(*most)
+    assert not store.has_room(*too_much)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -1,7 +1,9 @@
 """What two sidecars leave in a real bucket while they write at full rate, and after they stop.
 
-A client of its own lists the bucket. The bounds that are asserted here are those of
-docs/how-to/object-stores.md.
+A client of its own lists the bucket. docs/how-to/object-stores.md has the bound: twice the sum of
+the limit and what the two have not heard of. How much that is depends on the machine, so a
+namespace may take four times the limit here. Without any stop of writes it takes far more.
+`test_config.py` shows where exactly writes stop.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import pytest
 
 from tests.harness.sidecars import SidecarProcess
 from tests.sidecar import altered
-from tests.sidecar.bucketwatch import BucketWatch
+from tests.sidecar.bucketwatch import BucketWatch, Held
 from tests.sidecar.client import WAIT_SECONDS_MAX
 from tests.sidecar.fullrate import FullRate
 
@@ -30,9 +32,10 @@ CHUNK_BYTES = 200_000
 """At least what an object of a chunk takes."""
 SIZE_MAX = 32 << 20
 OBJECTS_MAX = SIZE_MAX // CHUNK_BYTES
-SLACK = 2
+UNHEARD = 1
 """What each of the two writes before it hears of the other comes on top: with these settings a
-fifth of a second's worth, of a bound that takes them seconds to fill. A machine may pause."""
+fifth of a second's worth, of a limit that takes them seconds to fill. A machine may pause, so it
+may be as much as the limit here."""
 QUICK: dict[str, Any] = {
     "refresh_seconds": 0.1,
     "catalog_flush": 0.1,
@@ -88,6 +91,11 @@ def pair(
         yield Pair((one, two), watch)
 
 
+def limited(held: Held, limit: str) -> int:
+    """What this limit counts of the chunks."""
+    return (held.size_bytes if limit == "size_max" else held.objects)["chunk"]
+
+
 def written_in_rounds(pair: Pair, rounds: int, seconds: float = WAIT_SECONDS_MAX) -> None:
     """Write at full rate until objects were deleted in this many rounds, one after the other."""
     with contextlib.ExitStack() as stack:
@@ -100,39 +108,37 @@ def written_in_rounds(pair: Pair, rounds: int, seconds: float = WAIT_SECONDS_MAX
 
 @pytest.mark.promise("bucket-bounds", "store-ttl")
 @pytest.mark.parametrize(
-    ("limit", "rounds"),
+    ("limit", "value", "chunk", "rounds"),
     [
-        pytest.param({"size_max": SIZE_MAX}, 2, id="bytes"),
-        pytest.param({"objects_max": OBJECTS_MAX}, 12, id="objects", marks=pytest.mark.nightly),
-        pytest.param({"size_max": SIZE_MAX}, 12, id="bytes-long", marks=pytest.mark.nightly),
+        pytest.param("size_max", SIZE_MAX, CHUNK_BYTES, 2, id="bytes"),
+        pytest.param("objects_max", OBJECTS_MAX, 1, 12, id="objects", marks=pytest.mark.nightly),
+        pytest.param(
+            "size_max", SIZE_MAX, CHUNK_BYTES, 12, id="bytes-long", marks=pytest.mark.nightly
+        ),
     ],
 )
-def test_two_writers_at_full_rate_stay_within_twice_the_bound_and_a_ttl_empties_the_bucket(
+def test_two_writers_at_full_rate_stay_within_four_times_the_limit_and_a_ttl_empties_the_bucket(
     short_directory: Path,
     seaweed: S3Server,
     monkeypatch: pytest.MonkeyPatch,
-    limit: dict[str, int],
+    limit: str,
+    value: int,
+    chunk: int,
     rounds: int,
 ) -> None:
     prefix = short_directory.name
-    with pair(short_directory, seaweed, prefix, monkeypatch, {**limit}) as both:
+    with pair(short_directory, seaweed, prefix, monkeypatch, {limit: value}) as both:
         written_in_rounds(both, rounds, rounds * WAIT_SECONDS_MAX)
         most = both.watch.most("chunk")
-        assert most.size_bytes["chunk"] <= 2 * SLACK * SIZE_MAX, most
-        assert most.objects["chunk"] <= 2 * SLACK * limit.get("objects_max", most.objects["chunk"])
+        assert limited(most, limit) <= 2 * (1 + UNHEARD) * value, most
         assert both.counted("writes_refused_bound"), "they write no faster than is collected"
         print(both.watch.seen[-1], most, both.counted("bytes_written"))
-        # Nothing is written any more: what is beyond the bound goes, and nothing else.
-        least = SIZE_MAX - CHUNK_BYTES if "size_max" in limit else 0
 
+        # Nothing is written any more: what is beyond the limit goes, and nothing else.
         def settled() -> bool:
-            held = both.watch.seen[-1]
-            size_bytes, objects = held.size_bytes["chunk"], held.objects["chunk"]
-            within = size_bytes <= limit.get("size_max", size_bytes)
-            within &= objects <= limit.get("objects_max", objects)
-            return within and size_bytes >= least
+            return value - chunk <= limited(both.watch.seen[-1], limit) <= value
 
-        both.wait("back to the bound", settled)
+        both.wait("back to the limit", settled)
     short = {"KEEP_SECONDS_MIN": 1.0, "ABANDONED_SECONDS": 2.0}
     with pair(short_directory, seaweed, prefix, monkeypatch, {"ttl": 1.0}, short) as both:
 
