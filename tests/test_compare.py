@@ -156,7 +156,7 @@ def test_a_comparison_fills_its_section(tmp_path: Path) -> None:
     assert "earlier" not in text
     assert text.index("Where kvlake is behind") < text.index("![Time](../images/time.svg)")
     assert "Load average before the start: 0.10, under 0.3." in " ".join(text.split())
-    assert "| kvlake | 50.0 |" in text
+    assert "| kvlake | 2 | 50.0 |" in text
     assert all(len(line) <= 100 for line in text.splitlines() if not line.startswith("|"))
 
 
@@ -209,11 +209,31 @@ def test_the_result_of_guidellm_is_read() -> None:
         }
 
     failed = {"info": {"error": "timed out"}}
-    requests = {"successful": [request(5, 40), request(7, 60)], "errored": [failed]}
+    requests = {
+        "successful": [request(5, 40), request(7, 60)],
+        "errored": [failed],
+        "incomplete": [],
+    }
     row = guidellm_load({"benchmarks": [{"requests": requests}]}).row("turns", "vllm")
     assert (row.requests, row.failures, row.note) == (3, 1, "timed out")
     assert (row.ttft_p50, row.ttft_p99, row.tpot_p99) == (40.0, 60.0, 10.0)
     assert row.rate == pytest.approx(32 / 3, abs=0.05)
+
+
+def test_a_request_that_guidellm_did_not_finish_has_failed() -> None:
+    """It was not counted: the row had one request less, and no failure."""
+    cut = {"info": {"error": "Request was cancelled"}}
+    requests: dict[str, Any] = {"successful": [], "errored": [], "incomplete": [cut]}
+    row = guidellm_load({"benchmarks": [{"requests": requests}]}).row("trace", "vllm")
+    assert (row.requests, row.failures) == (1, 1)
+    assert row.note == "1 not finished; Request was cancelled"
+
+
+def test_tables_show_how_many_requests_a_row_is_of() -> None:
+    rows = report(Row("trace", "vllm", requests=149), Row("trace", "kvlake", requests=150))
+    cells = [line.split() for line in text_of(rows).splitlines()]
+    assert [line[:2] for line in cells[-2:]] == [["vllm", "149"], ["kvlake", "150"]]
+    assert "| vllm | 149 |" in section(rows, {})
 
 
 def test_a_tool_that_is_not_installed_is_named(tmp_path: Path) -> None:

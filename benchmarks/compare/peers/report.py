@@ -17,6 +17,7 @@ Report = dict[str, Any]
 
 OWN_ARMS: Final = ("kvlake", "kvlake-offloading")
 COLUMNS: Final = (
+    ("requests", "requests"),
     ("TTFT p50", "ttft_p50"),
     ("TTFT p99", "ttft_p99"),
     ("TPOT p99", "tpot_p99"),

@@ -175,10 +175,14 @@ def bench_load(result: dict[str, Any]) -> Load:
 
 
 def guidellm_load(result: dict[str, Any]) -> Load:
-    """The result of a guidellm run with one benchmark."""
+    """The result of a guidellm run with one benchmark.
+
+    A request that it cancelled while it was on its way counts as failed.
+    """
     (benchmark,) = result["benchmarks"]
     requests = benchmark["requests"]
-    good, failed = requests["successful"], requests["errored"]
+    good, unfinished = requests["successful"], requests["incomplete"]
+    failed = [*requests["errored"], *unfinished]
     ttfts = [one["time_to_first_token_ms"] / 1000 for one in good]
     # Its time per output token contains the first one; this is the same as vLLM's.
     tpots = [one["inter_token_latency_ms"] for one in good if one["output_tokens"] > 1]
@@ -187,6 +191,8 @@ def guidellm_load(result: dict[str, Any]) -> Load:
     )
     tokens = sum(one["output_tokens"] for one in good)
     problem = str((failed[0].get("info") or {}).get("error") or "") if failed else ""
+    if unfinished:
+        problem = f"{len(unfinished)} not finished" + (f"; {problem}" if problem else "")
     return Load(
         requests=len(good) + len(failed),
         failures=len(failed),
