@@ -27,7 +27,7 @@ from tiers.kv.fence import WorkerFence
 pytest.importorskip("cuda.bindings.driver")
 
 SETUP = """
-from tests.gpu.worker import Rank, share, Device, offset_of
+from tests.gpu.worker import Rank, share, trials, Device, offset_of
 """
 CONTROL_ROUNDS_MAX = 50_000
 """The first round that is torn is the last."""
@@ -224,6 +224,12 @@ STAGES = {
     "in the middle of a load": ("rank.begin_load(50, b'k' * 32, [5])", 1),
 }
 
+FOUND = (
+    "result = not rank.load(59, key, [8, 9])"
+    " or [rank.block(8), rank.block(9)] == [rank.block(1), rank.block(2)]"
+)
+"""What was being stored is a miss, or right."""
+
 
 def _arrive(double: Double, sidecar: SidecarProcess, rank: Child, stage: str) -> None:
     """Bring a job to a stage, and hold it there."""
@@ -248,6 +254,7 @@ def test_a_killed_worker_gives_its_device_memory_back(
         wait_until(lambda: not {"import", "mapping", "reservation", "handle"} & set(sidecar.left))
     with rank_of(double, sidecar) as rank:
         assert rank.run("rank.randomize(1); result = rank.store(1, b'z' * 32, [1])")
+        assert rank.run(FOUND, key=key_of(stage))
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -263,13 +270,14 @@ def test_a_killed_sidecar_harms_no_worker_which_attaches_to_the_next(
             double.page.hold = 0
             assert rank.run("result = rank.outcome(50)") is False
             with SidecarProcess(double, short_directory):
+                rank.run("rank.attached(other_than=epoch)", epoch=epoch)
+                assert rank.run(FOUND, key=key_of(stage))
                 stored, loaded = rank.run(
-                    "rank.attached(other_than=epoch); rank.randomize(3)\n"
+                    "rank.randomize(3)\n"
                     "assert rank.store(60, key, [1, 2]) and rank.load(61, key, [8, 9])\n"
                     "image = rank.image()\n"
                     "result = ([rank.block(b, image) for b in (1, 2)],"
                     " [rank.block(b, image) for b in (8, 9)])",
-                    epoch=epoch,
                     key=key_of(60),
                 )
                 assert stored == loaded
@@ -291,43 +299,48 @@ def test_under_random_kills_and_delays_no_byte_is_wrong(
     with ExitStack() as stack:
         running = SidecarProcess(double, short_directory)
         stack.callback(lambda: running.stop())
-        rank = rank_of(double, running, chance.choice(ORDERS), vmm=bool(seed % 2))
+        order = chance.choice(ORDERS)
+        rank = rank_of(double, running, order, vmm=bool(seed % 2))
         stack.callback(lambda: rank.close())
         for life in range(5):
             double.page.seed = chance.getrandbits(31)
             epoch = rank.run("result = rank.attached()")
+            these: dict[str, Any] = {"seed": seed * 100 + life, "first": 1000 * life + 1}
             rank.start(
-                "import numpy as np\n"
-                "chance = np.random.default_rng(seed); good = 0\n"
-                "for job in range(first, first + 400, 2):\n"
-                "    source, target = chance.choice(24, 2, replace=False).tolist()\n"
-                "    rank.randomize(job); key = chance.bytes(32)\n"
+                "good = 0\n"
+                "for job, source, target, key in trials(seed, first):\n"
+                "    rank.randomize(job)\n"
                 "    stored = rank.store(job, key, [source])\n"
                 "    wanted = rank.block(source)\n"
                 "    if stored and rank.load(job + 1, key, [target]):\n"
                 "        assert rank.block(target) == wanted; good += 1\n"
                 "    if good == 12 or (job > first + 60 and rank._client.session is None): break\n"
                 "result = good",
-                seed=seed * 100 + life,
-                first=1000 * life + 1,
+                **these,
             )
             time.sleep(chance.random() / 2)
             victim = chance.choice(("sidecar", "worker", "sleeper", "nobody"))
+            writer, good = layout_in(order), 0
             if victim == "worker":
                 rank.kill()
                 rank.close()
                 order, vmm = chance.choice(ORDERS), chance.random() < 0.5
                 rank = rank_of(double, running, order, vmm=vmm, engine_id=f"life-{life}")
-                continue
-            if victim == "sidecar":
+            elif victim == "sidecar":
                 running.kill()
                 running = SidecarProcess(double, short_directory)
-            good = rank.finish()
-            assert good == 12 or victim == "sidecar", (life, victim, good)
+            if victim != "worker":
+                good = rank.finish()
+                assert good == 12 or victim == "sidecar", (life, victim, good)
             if victim == "sleeper" and rank.run("result = rank.kind") == "cuda_vmm":
                 rank.run("rank.go_to_sleep(); rank.wake_up()")
             other_than = epoch if victim == "sidecar" else 0
             rank.run("rank.attached(other_than=other_than)", other_than=other_than)
+            # What was being stored when its worker or the sidecar was killed, too.
+            found = rank.run(
+                "result = rank.loaded_again(seed, first, writer)", writer=writer, **these
+            )
+            assert found >= good or victim == "sidecar", (life, victim, found)
         rank.close()
         wait_until(lambda: not {"import", "mapping"} & set(running.left))
 

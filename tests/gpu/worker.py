@@ -6,6 +6,8 @@ only what torch would be is not: tensors are their addresses, the current stream
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,6 +66,19 @@ def share(gpu: Device, base: int, layout: KVLayout) -> ExportedMemory:
     )
 
 
+def bytes_of(seed: int, layout: KVLayout) -> bytes:
+    """A whole cache of bytes that differ everywhere."""
+    return np.random.default_rng(seed).integers(0, 256, layout.size_bytes, dtype=np.uint8).tobytes()
+
+
+def trials(seed: int, first: int) -> Iterator[tuple[int, int, int, bytes]]:
+    """Jobs, each with a block to store, a block to load it into, and a key."""
+    chance = np.random.default_rng(seed)
+    for job in range(first, first + 400, 2):
+        source, target = chance.choice(24, 2, replace=False).tolist()
+        yield job, source, target, chance.bytes(32)
+
+
 class DriverCache:
     """A KV cache in device memory, and kernels that write it, by the driver alone."""
 
@@ -92,10 +107,7 @@ class DriverCache:
 
     def randomize(self, seed: int) -> None:
         """Queue a kernel that fills the whole cache with bytes that differ everywhere."""
-        random = np.random.default_rng(seed)
-        self.gpu.write(
-            self.base, random.integers(0, 256, self.layout.size_bytes, dtype=np.uint8).tobytes()
-        )
+        self.gpu.write(self.base, bytes_of(seed, self.layout))
 
     def paint(self, block: int, value: int) -> None:
         """Queue kernels that set one block, layer by layer, to one value."""
@@ -129,6 +141,20 @@ class Rank(DriverCache, Steps):
         self.memory = share(self.gpu, self.base, self.layout)
         self.kind = self.memory.shared.kind
         return self.memory
+
+    def loaded_again(self, seed: int, first: int, writer: KVLayout) -> int:
+        """How many of the first `trials` are found; asserts that they have the bytes stored.
+
+        A rank with the layout `writer` stored them, or was killed while it did.
+        """
+        before = DriverCache()
+        before.layout = writer
+        found = 0
+        for job, source, target, key in islice(trials(seed, first), 16):
+            if self.load(job + 500, key, [target]):
+                assert self.block(target) == before.block(source, bytes_of(job, writer)), job
+                found += 1
+        return found
 
     def go_to_sleep(self) -> None:
         """As vLLM's worker: its streams are idle, the connector is told, the memory goes."""
