@@ -45,9 +45,13 @@ class _OffloadedRequest:
 class OffloadedRequests:
     """Requests of vLLM's offloading, as a manager of tiers learns of them.
 
-    A manager is shown no requests, but it is told which are scheduled as new, as one that continues
-    is too, and which are preempted, before anything of that step is stored. All methods ignore
-    requests that were not added.
+    A manager is shown no requests, but vLLM reports which are scheduled as new, as one that
+    continues is too, and which are preempted. All methods ignore requests that were not added.
+
+    vLLM 0.31 and 0.32 report that before they store anything of the step. vLLM 0.33 reports it
+    after all stores of the step, so there an exclusion takes effect one step later. That does no
+    harm: vLLM 0.33 replaces the list of blocks of a request that continues, so what is stored of it
+    in that step is right.
 
     If `preempted_are_new`, a preempted request is scheduled as new again, as vLLM's second model
     runner does. Otherwise it looks like one that continues, and is excluded too.
