@@ -26,7 +26,7 @@ CHUNKS_EXPECTED: Final = 10_000
 MEMORY_FACTORS: Final = (0.5, 1.0, 2.0, 4.0)
 """Sizes of host memory whose hits are estimated, as multiples of what there is."""
 UNWRITTEN_PART: Final = 8
-"""One part of so many of host memory is for refused chunks that the store needs."""
+"""The memory divided by this is what refused chunks may take until the store has them."""
 REFUSED_MAX: Final = 65_536
 """Keys that were refused, and are remembered."""
 ANCESTORS_MAX: Final = 4_096

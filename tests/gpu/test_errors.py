@@ -202,3 +202,36 @@ def test_every_code_after_which_a_process_must_be_relaunched_is_a_lost_device() 
     assert len(final) > 10
     for code in final:
         assert isinstance(failure("cuEventQuery", int(code), code.name), DeviceLost), code
+
+
+EXPORTING = """
+gpu = Device()
+def try_to_share(layout, **options):
+    share(gpu, gpu.allocate_vmm(layout.size_bytes, **options), layout)
+"""
+
+
+def test_what_cannot_be_shared_is_refused_with_the_remedy(double: Double) -> None:
+    layout = layout_in("BLHNC", blocks=64)
+    with Child(double, setup=SETUP + EXPORTING) as child:
+        child.run("try_to_share(layout)", layout=layout)
+        for variable, told in (
+            ("", r"by no variable\): take expandable_segments out.*--enable-cumem-allocator"),
+            ("PYTORCH_CUDA_ALLOC_CONF", r"\(on in PYTORCH_CUDA_ALLOC_CONF\)"),
+            ("PYTORCH_ALLOC_CONF", r"\(on in PYTORCH_ALLOC_CONF\)"),
+        ):
+            with pytest.raises(ChildError, match=rf"ExportRefused: .*{told}"):
+                child.run(
+                    "import os\n"
+                    "os.environ.pop('PYTORCH_CUDA_ALLOC_CONF', 0)\n"
+                    "if variable: os.environ[variable] = 'expandable_segments: True'\n"
+                    "try_to_share(layout, pieces=layout.size_bytes >> 16)",
+                    layout=layout,
+                    variable=variable,
+                )
+        with pytest.raises(ChildError, match=r"ExportRefused: .*cudaMallocAsync"):
+            child.run("try_to_share(layout, exportable=False)", layout=layout)
+        assert "import" not in double.process(child.pid).left
+        double.page.device_names[0].value = b"NVIDIA A100-SXM4-40GB MIG 1g.5gb"
+        with pytest.raises(ChildError, match=r"ExportRefused: .*MIG.*a whole GPU"):
+            child.run("try_to_share(layout)", layout=layout)

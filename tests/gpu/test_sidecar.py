@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from sidecar.protocol import Role
-from tests.gpu.child import Child, ChildError
+from tests.gpu.child import Child
 from tests.gpu.double.control import Double, wait_until
 from tests.gpu.layouts import ORDERS, layout_in
 from tests.gpu.sidecars import SidecarProcess
@@ -460,39 +460,6 @@ def test_a_worker_with_the_process_id_of_the_sidecar_is_refused_with_the_remedy(
             with pytest.raises(RefusedError, match=told):
                 Client(sidecar.socket, message, (fence.fd,))
         fence.close()
-
-
-EXPORTING = """
-gpu = Device()
-def try_to_share(layout, **options):
-    share(gpu, gpu.allocate_vmm(layout.size_bytes, **options), layout)
-"""
-
-
-def test_what_cannot_be_shared_is_refused_with_the_remedy(double: Double) -> None:
-    layout = layout_in("BLHNC", blocks=64)
-    with Child(double, setup=SETUP + EXPORTING) as child:
-        child.run("try_to_share(layout)", layout=layout)
-        for variable, told in (
-            ("", r"by no variable\): take expandable_segments out.*--enable-cumem-allocator"),
-            ("PYTORCH_CUDA_ALLOC_CONF", r"\(on in PYTORCH_CUDA_ALLOC_CONF\)"),
-            ("PYTORCH_ALLOC_CONF", r"\(on in PYTORCH_ALLOC_CONF\)"),
-        ):
-            with pytest.raises(ChildError, match=rf"ExportRefused: .*{told}"):
-                child.run(
-                    "import os\n"
-                    "os.environ.pop('PYTORCH_CUDA_ALLOC_CONF', 0)\n"
-                    "if variable: os.environ[variable] = 'expandable_segments: True'\n"
-                    "try_to_share(layout, pieces=layout.size_bytes >> 16)",
-                    layout=layout,
-                    variable=variable,
-                )
-        with pytest.raises(ChildError, match=r"ExportRefused: .*cudaMallocAsync"):
-            child.run("try_to_share(layout, exportable=False)", layout=layout)
-        assert "import" not in double.process(child.pid).left
-        double.page.device_names[0].value = b"NVIDIA A100-SXM4-40GB MIG 1g.5gb"
-        with pytest.raises(ChildError, match=r"ExportRefused: .*MIG.*a whole GPU"):
-            child.run("try_to_share(layout)", layout=layout)
 
 
 def test_a_page_that_a_stream_may_still_write_is_not_taken_from_under_it(
