@@ -101,6 +101,8 @@ class Writes(CorePart):
         """Bytes that entered the host tier since its cold end was last examined."""
         self._examined: Iterator[Chunk] | None = None
         """What is left of the chunks that are examined over several events."""
+        self._refused: set[Chunk] = set()
+        """Chunks in the host tier that a limit of the store kept from it at their last try."""
         self._draining = False
 
     def running(self) -> Collection[HostSegment]:
@@ -149,9 +151,13 @@ class Writes(CorePart):
         """A chunk left the host tier: it cannot be written any more."""
         unknown = self._unknown(chunk)
         chunk.realm.backfill.pop(chunk, None)
+        refused = chunk in self._refused
+        self._refused.discard(chunk)
         if chunk in self.pending:
             self._drop(chunk)
-        elif self._policy is WritePolicy.ON_EVICT and not chunk.retention.stays and not unknown:
+        elif self._policy is WritePolicy.ON_EVICT and not (
+            refused or unknown or chunk.retention.stays
+        ):
             self._counters.writes_dropped += bool(self._missing(chunk))
 
     def drain(self, *, flush: bool) -> None:
@@ -248,10 +254,17 @@ class Writes(CorePart):
         ahead_bytes, ahead = self._outstanding.get(account, (0, 0))
         num_bytes = sum(chunk.segments[rank].slot_bytes for rank in ranks)
         if not self._admit(*account, ahead_bytes + num_bytes, ahead + len(ranks)):
-            self._counters.writes_refused_quota += 1
-            self._tenants.counters(chunk.tenant).writes_refused += 1
+            first = self._refuse(chunk)
+            self._counters.writes_refused_quota += first
+            self._tenants.counters(chunk.tenant).writes_refused += first
             return
         self._put(chunk, ranks, cause, failures=0)
+
+    def _refuse(self, chunk: Chunk) -> bool:
+        """Remember that a limit keeps a chunk from the store; False if it did so before."""
+        before = len(self._refused)
+        self._refused.add(chunk)
+        return len(self._refused) > before
 
     def _put(self, chunk: Chunk, ranks: list[int], cause: WriteCause, *, failures: int) -> None:
         num_bytes = sum(chunk.segments[rank].slot_bytes for rank in ranks)
@@ -301,7 +314,7 @@ class Writes(CorePart):
             chunk, pending = next(iter(self.pending.items()))
             if not pending.begun and not self._begin(pending):
                 self._take_out(chunk)
-                self._counters.writes_refused_bound += 1
+                self._counters.writes_refused_bound += self._refuse(chunk)
                 self._release(chunk)
                 continue
             segment = chunk.segments[pending.ranks.pop(0)]
@@ -363,6 +376,7 @@ class Writes(CorePart):
 
     def _settle(self, segment: HostSegment) -> None:
         """A segment is written, or need not be."""
+        self._refused.discard(segment.chunk)
         realm_id, num_bytes = segment.chunk.realm.realm_id, segment.slot_bytes
         _add(self._outstanding, (realm_id, segment.chunk.tenant), -num_bytes, -1)
         _add(self._begun, realm_id, -num_bytes, -1)

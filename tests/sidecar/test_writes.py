@@ -404,3 +404,27 @@ def test_a_write_that_failed_is_tried_again_only_where_there_is_room_still() -> 
     world.written(next(iter(world.writes)), StoreOutcome.UNAVAILABLE)
     assert not world.writes
     assert world.engine.counters.writes_refused_bound == 1
+
+
+@pytest.mark.parametrize("limit", ["bound", "quota"])
+def test_a_chunk_that_a_limit_keeps_from_the_store_counts_once(limit: str) -> None:
+    """Not again each time that the cold end is examined, nor as dropped when it goes."""
+
+    def refuse(*_: object) -> bool:
+        return False
+
+    if limit == "bound":
+        world = make_world(slabs=16, write=WritePolicy.ON_EVICT, room_to_write=refuse)
+    else:
+        world = make_world(slabs=16, write=WritePolicy.ON_EVICT, admit_write=refuse)
+    worker = world.open(Role.WORKER)
+    for number in range(1, 120, 2):
+        world.stored(worker, number, [number])
+    counters = world.engine.counters
+    assert counters.chunks_evicted == 60 - 16
+    assert counters.writes_dropped == 0
+    # What is evicted next was tried, too.
+    assert 0 <= getattr(counters, f"writes_refused_{limit}") - counters.chunks_evicted <= 16
+    if limit == "quota":
+        told = sum(one.counters.writes_refused for one in world.engine.tenants.snapshot())
+        assert told == counters.writes_refused_quota
