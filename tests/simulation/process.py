@@ -158,12 +158,13 @@ class SidecarProcess:
         self.pool, restored = open_pool(config)
         checks.begins(restored)
         nothing: Any = SimpleNamespace()
+        beatless: Any = SimpleNamespace(each_beat=lambda _: None)
         # One at a time, for no life here has more than a few.
         with (
             places.patched("READS_BEGUN_MAX", 1),
             places.patched("ADOPTED_MAX", 1),
         ):
-            self.server = Server(config, nothing, self.pool, restored, store, nothing, nothing)
+            self.server = Server(config, nothing, self.pool, restored, store, nothing, beatless)
         self.dispatcher = self.server.dispatcher
         self.epoch = self.dispatcher.epoch
         self.router = SimRouter(self)
