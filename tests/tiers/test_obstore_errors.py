@@ -150,6 +150,8 @@ def refused(code: str) -> aws.ClientError:
         (aws.SSLError(endpoint_url="https://sts", error="certificate…"), "untrusted", False),
         (refused("Throttling"), "busy", True),
         (refused("IDPCommunicationError"), "busy", True),
+        (refused("InternalFailure"), "busy", True),
+        (refused("503"), "busy", True),
         (refused("AccessDenied"), "forbidden", False),
         (refused("ExpiredTokenException"), "credentials", False),
         (refused("Unheard"), "no_credentials", False),

@@ -89,10 +89,17 @@ def test_an_endpoint_of_the_environment_is_no_aws(monkeypatch: pytest.MonkeyPatc
     assert isinstance(here.store, ObstoreClient)
     assert there.store._direct is None
     assert here.store._direct is not None
+    for own in ("https://s3.eu-west-3.amazonaws.com", "https://s3.cn-north-1.amazonaws.com.cn"):
+        monkeypatch.setenv(ANY, own)
+        assert objects(backend="obstore").names_per_removal == 1000
+    monkeypatch.setenv(ANY, "https://amazonaws.com.example.org")
+    assert objects(backend="obstore").names_per_removal == 1
 
 
 def test_s3fs_goes_to_the_same_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(OTHER, MINIO)
+    # A variable of obstore's alone.
+    monkeypatch.setenv(OTHER, "http://b")
+    monkeypatch.setenv(ANY, MINIO)
     client: Any = objects(backend="fsspec").store
     assert client.fs.endpoint_url == MINIO
     assert client.fs.config_kwargs["s3"] == {"addressing_style": "path"}

@@ -10,6 +10,7 @@ message names the setting as the configuration file spells it, and the remedy.
 """
 
 import importlib.util
+import logging
 import os
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -46,8 +47,10 @@ _WORDS: Final = {
     "other": "this kind of URL",
 }
 
-_ENDPOINT_VARIABLES: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-"""The first two are those of AWS's own tools; obstore reads the third, too."""
+_log = logging.getLogger(__name__)
+
+_ENDPOINT_VARIABLES: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+_OBSTORE_VARIABLES: Final = (*_ENDPOINT_VARIABLES, "AWS_ENDPOINT")
 _OFFLINE_CLASSES: Final = ("GLACIER", "DEEP_ARCHIVE")
 _AZURE_TIERS: Final = ("Hot", "Cool", "Cold")
 
@@ -216,6 +219,12 @@ class Access(Section):
             return self.addressing == "virtual"
         return self.endpoint is None and "." not in bucket
 
+    @property
+    def at_aws(self) -> bool:
+        """Whether an S3 endpoint is one of AWS's own, which know the deletion of many objects."""
+        host = urlsplit(self.endpoint or "").hostname
+        return host is None or host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
+
     def secrets(self) -> set[str]:
         """Every value that must not be shown."""
         found: set[str] = set()
@@ -249,13 +258,15 @@ def with_endpoint(url: str, access: Access) -> Access:
     ignored = os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true"
     if provider_of(url) != "s3" or access.endpoint is not None or named or ignored:
         return access
-    for name in _ENDPOINT_VARIABLES:
+    obstore = chosen_backend(url, access) == "obstore"
+    for name in _OBSTORE_VARIABLES if obstore else _ENDPOINT_VARIABLES:
         if endpoint := os.environ.get(name):
             try:
                 found = Access(endpoint=endpoint).endpoint
             except ValidationError as error:
                 why = error.errors()[0]["msg"].removeprefix("Value error, ")
                 raise AccessError(f"{name}: {why}, or set store.endpoint") from None
+            _log.info("the S3 endpoint is that of %s, as if it were store.endpoint", name)
             return access.model_copy(update={"endpoint": found})
     return access
 
@@ -280,7 +291,7 @@ def names_per_removal(url: str, access: Access) -> int:
     backend, provider = chosen_backend(url, access), provider_of(url)
     if backend == "obstore" and provider == "azure":
         return 256
-    return 1000 if backend == "obstore" and provider == "s3" and access.endpoint is None else 1
+    return 1000 if backend == "obstore" and provider == "s3" and access.at_aws else 1
 
 
 def chosen_backend(url: str, access: Access) -> Backend:

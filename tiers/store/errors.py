@@ -129,7 +129,7 @@ _BY_CODE: Final = _causes(
         "full": "QuotaExceeded XMinioStorageFull InsufficientStorage StorageQuotaExceeded",
         "busy": "SlowDown ServiceUnavailable InternalError RequestTimeout OperationAborted "
         "OperationTimedOut ServerBusy ContainerBeingDeleted Throttling ThrottlingException "
-        "ConditionalRequestConflict IDPCommunicationError",
+        "ConditionalRequestConflict IDPCommunicationError InternalFailure RequestLimitExceeded",
         # S3's own answer to a header that a server does not know, such as If-None-Match.
         "unsupported": "NotImplemented",
         "garbled": "BadDigest IncompleteBody XAmzContentSHA256Mismatch",
@@ -263,7 +263,7 @@ def _by_obstore(error: BaseException) -> str | None:
     if not kind.__module__.startswith("obstore") and _OBSTORE_DETAIL not in text:
         return None
     code, status = _OBSTORE_CODE.search(text), _OBSTORE_STATUS.search(text)
-    if code is not None and (cause := _BY_CODE.get(code[code.lastindex or 0])) is not None:
+    if code is not None and (cause := _by_code(code[code.lastindex or 0])) is not None:
         return cause
     # Every answer 409 is one, also those whose code says to try again.
     if kind.__name__ == "AlreadyExistsError":
@@ -277,6 +277,11 @@ def _by_obstore(error: BaseException) -> str | None:
         if (cause := _BY_TYPE.get(name) or _BY_CONNECTION.get(name)) is not None:
             return cause
     return next((cause for words, cause in _BY_TEXT.items() if words in text), None)
+
+
+def _by_code(code: str) -> str | None:
+    # botocore puts the status where the code belongs if an answer has none.
+    return _by_status(int(code)) if _STATUS.fullmatch(code) else _BY_CODE.get(code)
 
 
 def _by_status(status: int) -> str | None:

@@ -269,7 +269,7 @@ def _s3(bucket: str, access: Access, provider: aws.Provider | None) -> dict[str,
         # The image carries its own checksum; hashing it once more to sign it costs a core.
         unsigned_payload=True,
         # Not every server knows the request that deletes many.
-        disable_bulk_delete=access.endpoint is not None,
+        disable_bulk_delete=not access.at_aws,
         region=region,
         aws_endpoint_url_s3=_with_bucket(endpoint, bucket) if virtual else endpoint,
         server_side_encryption=access.encryption.algorithm,
