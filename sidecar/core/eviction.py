@@ -4,12 +4,13 @@ Only this module of the core calls a policy (`tiers/policy/`). Does not own what
 (`host_tier.py`): a chunk in an order may be busy, or pinned for a moment.
 
 Invariants: the order of all tenants is the policy of the configuration, and that of one tenant an
-LRU. What a policy hears of uses comes from requests alone, once for each. A chunk that was refused,
-but that the store needs, is in no order until it is written, and goes first then. Such chunks take
-one part in `UNWRITTEN_PART` of the memory; beyond that the oldest goes first unwritten.
+LRU. What a policy hears of uses comes from requests alone, once for each. A chunk that was refused
+goes first. If it is queued for the store, it is in no order until it is written, as long as such
+chunks have room: one part in `UNWRITTEN_PART` of the memory, and of their tenant's limit.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -42,7 +43,7 @@ class EvictionOrders:
         policy: Policy,
         tenants: Tenants,
         curve_keys_max: int,
-        unwritten_in: SlotAllocator | None,
+        slots: SlotAllocator,
     ) -> None:
         self._directory = directory
         self._policy = policy
@@ -51,10 +52,13 @@ class EvictionOrders:
         """Which part of the uses an LRU in memory of another size would serve."""
         self._refused: dict[CacheKey, None] = {}
         """Keys that were refused since a request used them, the oldest first."""
+        self._asked: tuple[CacheKey, CacheKey | None] = ((0, b""), None)
+        """The chunk that was asked about last, and its nearest ancestor."""
         self.unwritten: dict[Chunk, int] = {}
-        """Bytes of each refused chunk that the store needs, the oldest first."""
-        self._unwritten_bytes = 0
-        self._unwritten_in = unwritten_in
+        """Refused chunks that are kept for the store, with their bytes."""
+        self._unwritten_bytes = Counter[bytes]()
+        """By tenant."""
+        self._slots = slots
 
     def use(self, realms: Sequence[Realm], message: Use) -> list[Chunk]:
         """Note the prompt of a request; returns those of its chunks that the directory knows."""
@@ -97,32 +101,51 @@ class EvictionOrders:
         ratios = self.curve.ratios([capacity * factor for factor in MEMORY_FACTORS])
         return {} if ratios is None else dict(zip(MEMORY_FACTORS, ratios, strict=True))
 
-    def enter(self, chunk: Chunk, *, new: bool = False) -> None:
-        """Add a chunk that came, or that no session keeps any more; a `new` one is not written."""
+    def enter(self, chunk: Chunk) -> None:
+        """Add a chunk that came, or that no session keeps any more."""
         name = _name_of(chunk)
-        first = name in self._refused
-        if first and new and self._unwritten_in is not None:
-            self._unwritten_bytes += chunk.realm.chunk_bytes
-            self.unwritten[chunk] = chunk.realm.chunk_bytes
-            bytes_max = self._unwritten_in.size_bytes // UNWRITTEN_PART
-            while self._unwritten_bytes > bytes_max and len(self.unwritten) > 1:
-                self.written(next(iter(self.unwritten)))
-            return
         for order in self._orders_of(chunk):
-            order.add(name, _parent_of(chunk), chunk.uses, first=first)
-
-    def written(self, chunk: Chunk) -> None:
-        """The store has a chunk, or will not get it: if it was refused, it goes first now."""
-        if chunk in self.unwritten:
-            self._unwritten_bytes -= self.unwritten.pop(chunk)
-            self.enter(chunk)
+            order.add(name, _parent_of(chunk), chunk.uses, first=name in self._refused)
 
     def leave(self, chunk: Chunk, why: Left) -> None:
         """Remove a chunk."""
         for order in self._orders_of(chunk):
             order.remove(_name_of(chunk), why)
         if why is not Left.PINNED:
-            self._unwritten_bytes -= self.unwritten.pop(chunk, 0)
+            self._forget_unwritten(chunk)
+
+    def refused(self, chunk: Chunk) -> bool:
+        """Whether a chunk was refused since a request used it."""
+        return _name_of(chunk) in self._refused
+
+    def keep(self, chunk: Chunk) -> None:
+        """A chunk of the orders is queued for the store: if it goes first, keep it until then."""
+        if not self.refused(chunk) or chunk in self.unwritten:
+            return
+        unwritten, num_bytes = self._unwritten_bytes, chunk.realm.chunk_bytes
+        own_max = self._tenants.quota(chunk.tenant).host_bytes_max
+        if (unwritten.total() + num_bytes) * UNWRITTEN_PART > self._slots.size_bytes or (
+            own_max is not None and (unwritten[chunk.tenant] + num_bytes) * UNWRITTEN_PART > own_max
+        ):
+            return
+        for order in self._orders_of(chunk):
+            order.remove(_name_of(chunk), Left.PINNED)
+        self.unwritten[chunk] = num_bytes
+        unwritten[chunk.tenant] += num_bytes
+
+    def written(self, chunk: Chunk) -> None:
+        """The store has a chunk, or will not get it: if it was kept, it goes first now."""
+        if self._forget_unwritten(chunk):
+            self.enter(chunk)
+
+    def _forget_unwritten(self, chunk: Chunk) -> bool:
+        num_bytes = self.unwritten.pop(chunk, None)
+        if num_bytes is None:
+            return False
+        self._unwritten_bytes[chunk.tenant] -= num_bytes
+        if not self._unwritten_bytes[chunk.tenant]:
+            del self._unwritten_bytes[chunk.tenant]
+        return True
 
     def replay_use(self, chunk: Chunk) -> None:
         """Note a use of an earlier run."""
@@ -151,13 +174,21 @@ class EvictionOrders:
 
     def _above(self, chunk: Chunk) -> CacheKey | None:
         """The nearest ancestor of a chunk that is not just being stored."""
+        name, above = _name_of(chunk), None
         for _ in range(ANCESTORS_MAX):
-            parent = _parent_of(chunk)
-            found = None if parent is None else chunk.realm.chunks.get(chunk.parent)
-            if found is None or found.hosted or parent in self._refused:
-                return parent
+            above = _parent_of(chunk)
+            found = None if above is None else chunk.realm.chunks.get(chunk.parent)
+            if found is None or found.hosted or above in self._refused:
+                break
+            if above == self._asked[0]:
+                # Mostly the chunk before it was asked about just before.
+                above = self._asked[1]
+                break
             chunk = found
-        return None
+        if above == name:
+            above = None
+        self._asked = (name, above)
+        return above
 
     def victims(self, order: Policy | None = None) -> Iterator[Chunk]:
         """Chunks in the order of eviction, pinned ones too: of all tenants, or of `order`."""

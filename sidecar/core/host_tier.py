@@ -85,8 +85,7 @@ class HostTier:
         self._writes_all = writes_all
         self._directory = directory
         self.slots = slots
-        unwritten_in = slots if writes_all else None
-        self.orders = EvictionOrders(directory, policy, tenants, curve_keys_max, unwritten_in)
+        self.orders = EvictionOrders(directory, policy, tenants, curve_keys_max, slots)
         self._counters = counters
         self._tenants = tenants
         self.now = 0.0
@@ -160,11 +159,15 @@ class HostTier:
         # Pinned, because other segments of this chunk must not be evicted for this slot.
         chunk.pins += 1
         new = retention if cause is Cause.GATHER else None
-        within_limit = self._make_room(segment, new)
-        slot = self._allocate_free(segment) if within_limit else None
-        refused = within_limit and slot is None and self._refuses(chunk, new)
-        if within_limit and slot is None and not refused:
-            slot = self._evict_for(segment)
+        own = self._tenants.full(chunk.tenant, segment.slot_bytes)
+        refused = own is not None and self._refuses(chunk, new, own)
+        within_limit = not refused and self._make_room(chunk.tenant, segment.slot_bytes)
+        slot = None
+        if within_limit:
+            slot = self._allocate_free(segment)
+            refused = slot is None and self._refuses(chunk, new)
+            if slot is None and not refused:
+                slot = self._evict_for(segment)
         chunk.pins -= 1
         if slot is None and cause is Cause.GATHER:
             self._directory.not_kept(chunk, Gone.EVICTED if within_limit else Gone.QUOTA)
@@ -223,7 +226,7 @@ class HostTier:
         chunk.used_at = self.now
         self._directory.move(segment, cause)
         if chunk.hosted == 1:
-            self.orders.enter(chunk, new=cause is Cause.FILLED)
+            self.orders.enter(chunk)
 
     def _retain(self, chunk: Chunk, retention: Retention) -> None:
         """Apply the retention of one segment: the strictest of all segments counts."""
@@ -333,18 +336,15 @@ class HostTier:
         for realm in self._directory.realms.values():
             self.evict_realm(realm, len(realm.chunks))
 
-    def _make_room(self, segment: HostSegment, new: Retention | None = None) -> bool:
-        """Evict chunks of a tenant with a limit until it may have a slot more; `new` of a store."""
-        tenant = segment.chunk.tenant
+    def _make_room(self, tenant: bytes, num_bytes: int) -> bool:
+        """Evict chunks of a tenant with a limit until it may have `num_bytes` more."""
         limit = self._tenants.quota(tenant).host_bytes_max
         if limit is None:
             return True
         account = self._tenants.account(tenant)
-        left = limit - segment.slot_bytes
+        left = limit - num_bytes
         for _ in range(EVICTIONS_PER_SLOT_MAX):
-            full = 0 <= left < account.host_bytes
-            admitted = full and not self._refuses(segment.chunk, new, account.order)
-            victim = self._victim(account.order) if admitted else None
+            victim = self._victim(account.order) if 0 <= left < account.host_bytes else None
             if victim is None:
                 break
             self._evict(victim, Gone.QUOTA)
@@ -479,7 +479,7 @@ class HostTier:
             return
         self.restored_slots.claim(restored)
         chunk.pins += 1
-        within_limit = self._make_room(segment)
+        within_limit = self._make_room(chunk.tenant, segment.slot_bytes)
         chunk.pins -= 1
         if not within_limit:
             # The limit of its tenant was lowered.

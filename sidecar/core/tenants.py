@@ -126,6 +126,14 @@ class Tenants:
         account = self._accounts.get(tenant)
         return None if account is None else account.order
 
+    def full(self, tenant: bytes, num_bytes: int) -> Policy | None:
+        """Its own order, if a tenant has to give something up to have `num_bytes` more."""
+        account = self._accounts.get(tenant)
+        limit = None if account is None else account.quota.host_bytes_max
+        if account is None or limit is None or account.host_bytes + num_bytes <= limit:
+            return None
+        return account.order
+
     def charge(self, tenant: bytes, num_bytes: int) -> None:
         """The tenant got a slot."""
         self.account(tenant).host_bytes += num_bytes

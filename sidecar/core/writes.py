@@ -115,13 +115,14 @@ class Writes(CorePart):
             self._enqueue(chunk, WriteCause.THROUGH)
         elif self._policy is WritePolicy.ON_EVICT:
             self._filled_bytes += chunk.realm.chunk_bytes
-            if chunk in self._host.orders.unwritten:
+            if self._host.orders.refused(chunk):
                 # It goes first: the cold end may not be examined before.
                 self._enqueue(chunk, WriteCause.ON_EVICT)
         elif self._policy is WritePolicy.ON_REUSE and chunk.uses:
             # A second request used it while it was stored.
             self._enqueue(chunk, WriteCause.ON_REUSE)
-        self._release(chunk)
+        if chunk in self.pending:
+            self._host.orders.keep(chunk)
 
     def _release(self, chunk: Chunk) -> None:
         """Let a refused chunk go, unless some of it is still to be written."""

@@ -74,7 +74,7 @@ class TestHostQuota:
         worker, scheduler = world.open(Role.WORKER), world.open(Role.SCHEDULER)
         world.stored(worker, 1, [1], tenant=A)
         world.lease(scheduler, 9, [1])
-        commands = world.store(worker, 2, [2], tenant=A)
+        commands = world.store(worker, 2, [3], tenant=A)
         assert not only(commands, Gather)
         (done,) = messages(commands, worker)
         assert [job.outcome for job in done.jobs] == [Outcome.FULL]  # type: ignore[union-attr]

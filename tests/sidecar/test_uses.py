@@ -171,16 +171,16 @@ def filled(write: WritePolicy, slabs: int, **options: Any) -> tuple[World, int, 
 
 
 def test_refused_chunks_stay_until_they_are_written() -> None:
-    world, worker, _ = filled(WritePolicy.THROUGH, 16)
+    world, worker, _ = filled(WritePolicy.THROUGH, 24)
     refuse(world, 101, 103, 105)
-    # One is being written, and an eighth of memory is for those that are queued.
+    # One is being written, the others are queued.
     for number in (101, 103, 105, 111, 113):
         world.stored(worker, number, [number])
     assert {(0, key(number)) for number in (101, 103, 105, 111, 113)} <= world.in_host()
     for _ in range(5):
         [write_id] = world.writes
         world.written(write_id)
-    assert world.engine.counters.chunks_written == 16 + 5
+    assert world.engine.counters.chunks_written == 24 + 5
     assert world.engine.counters.writes_dropped == 0
     # Now they go first.
     for number in (121, 123, 125):
@@ -196,7 +196,7 @@ def test_refused_chunks_take_an_eighth_of_memory_at_most() -> None:
     for number in refused:
         world.stored(worker, number, [number])
     kept = {number for number in refused if (0, key(number)) in world.in_host()}
-    assert len(kept) == 4, "one is being written, two are queued, and one goes next"
+    assert kept == {101, 103, 119}, "one is being written, one is queued, and one goes next"
     assert world.engine.counters.writes_dropped == len(refused) - len(kept)
     assert len(world.in_host()) == 16
 
@@ -211,17 +211,44 @@ def test_a_refused_chunk_is_written_at_once_on_evict() -> None:
         assert (0, key(number)) in {name for name, (_, stored) in world.index.items() if stored}
 
 
-def test_a_refused_chunk_without_its_other_rank_goes_in_the_end() -> None:
+def test_a_refused_chunk_without_its_other_rank_goes_first() -> None:
     world = make_world(slabs=16, write=WritePolicy.THROUGH, writes_inflight_max=1)
     worker = world.open(Role.WORKER, rank=0, world_size=2)
     world.open(Role.WORKER, rank=1, world_size=2)
     for number in range(1, 32, 2):
         world.stored(worker, number, [number])
-    refused = range(101, 121, 2)
-    refuse(world, *refused)
-    for number in refused:
-        world.stored(worker, number, [number])
-    assert len(world.engine.host.orders.unwritten) < 3
+    refuse(world, 101)
+    world.stored(worker, 101, [101])
+    assert (0, key(101)) in world.host_ranks()
+    world.stored(worker, 111, [111])
+    assert (0, key(101)) not in world.host_ranks()
+    assert not world.engine.host.orders.unwritten
+
+
+def test_refused_chunks_take_an_eighth_of_a_tenants_limit_at_most() -> None:
+    """A store that is paused leaves it the rest."""
+    rules = TenantRules(Quota(16 * layout(0).payload_bytes(2)))
+    world = make_world(slabs=256, policy=LruPolicy(), tenants=Tenants(rules), writes_inflight_max=1)
+    worker = world.open(Role.WORKER)
+    for first in range(1, 41, 2):
+        world.stored(worker, first, [first, first + 1], tenant=TENANT)
+    held = {number for number in range(1, 41) if (0, key(number)) in world.in_host()}
+    assert held >= set(range(1, 13))
+    assert len(held) == 16
+    for number in range(101, 201, 2):
+        world.stored(worker, number, [number], tenant=TENANT)
+    assert {(0, key(number)) for number in range(181, 201, 2)} <= world.in_host()
+
+
+def test_a_refusal_of_a_tenants_own_order_is_no_fault() -> None:
+    rules = TenantRules(Quota(2 * layout(0).payload_bytes(2)))
+    world = make_world(policy=LruPolicy(), tenants=Tenants(rules), write=WritePolicy.OFF)
+    worker = world.open(Role.WORKER)
+    world.stored(worker, 1, [1, 2], tenant=TENANT)
+    commands = world.store(worker, 2, [3], tenant=TENANT)
+    assert messages(commands, worker) == done(2, Outcome.OK)
+    assert world.engine.counters.stores_refused == 1
+    assert world.engine.counters.stores_dropped_quota == 0
 
 
 @pytest.mark.parametrize(

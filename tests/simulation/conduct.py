@@ -444,10 +444,11 @@ class Conduct:
             raise Violation("queues are bounded", f"jobs: {running} of {most}")
 
     def refused(self, process: SidecarProcess, segment: HostSegment) -> None:
-        """An order refuses to store a segment: only `fifo` never does, and only for a new chunk."""
+        """An order refuses to store a segment: `fifo` never does, and each only a new chunk."""
         chunk = segment.chunk
         new = all(one.state is SegmentState.ABSENT for one in chunk.segments)
-        if process.config.host.policy == "fifo" or not new:
+        own = process.dispatcher.engine.tenants.order(chunk.tenant)
+        if (process.config.host.policy == "fifo" and own is None) or not new:
             raise Violation("only a new chunk is refused", f"{segment}")
         name = (chunk.realm.realm_id, segment.rank, chunk.key)
         for asked in self._jobs.values():
