@@ -19,6 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -103,8 +104,8 @@ class Attempt(NamedTuple):
     context: object = None
 
 
-def connect(paths: tuple[str, ...]) -> socket.socket:
-    """A connection to the first path that accepts one. Raises the `OSError` of the last path.
+def connect(paths: tuple[str, ...]) -> tuple[socket.socket, str]:
+    """A connection to the first path that accepts one, and that. Raises the last one's `OSError`.
 
     One path was configured and is trusted. Several are the defaults, and a socket in /tmp, where
     any user may make one, must be root's or our own.
@@ -124,8 +125,14 @@ def connect(paths: tuple[str, ...]) -> socket.socket:
             if path == last:
                 raise
         else:
-            return connection
+            return connection, path
     raise ValueError("no path")
+
+
+def job_endpoint(told: str, attach_path: str) -> str:
+    """Where to send jobs. The sidecar may know the folder of its sockets by another path."""
+    beside = Path(attach_path).with_name(Path(told).name)
+    return f"ipc://{beside}" if beside.exists() else told
 
 
 class Client:
@@ -312,15 +319,15 @@ class Client:
         while not self._closing.is_set():
             session: SidecarSession | None = None
             try:
-                with connect(self._paths) as connection:
+                connection, path = connect(self._paths)
+                with connection:
                     self._connection = connection
                     # After `close` can see the connection: it may have been called before.
                     if self._closing.is_set():
                         return
-                    session = self._attach(connection, self._make_attempt())
+                    session = self._attach(connection, path, self._make_attempt())
                     self._offered = session
                     self._attached_once.set()
-                    path = connection.getpeername()
                     self._log(logging.INFO, "attached to the sidecar at %s", path)
                     connection.settimeout(None)
                     while True:
@@ -340,7 +347,7 @@ class Client:
             self._offered = None
             self._closing.wait(self._retry_seconds)
 
-    def _attach(self, connection: socket.socket, attempt: Attempt) -> SidecarSession:
+    def _attach(self, connection: socket.socket, path: str, attempt: Attempt) -> SidecarSession:
         payload = frame_stream(encode(attempt.message))
         sent = socket.send_fds(connection, [payload[:4]], attempt.fds) if attempt.fds else 0
         connection.sendall(payload[sent:])
@@ -355,7 +362,7 @@ class Client:
         return SidecarSession(
             reply.epoch,
             reply.token,
-            reply.endpoint,
+            job_endpoint(reply.endpoint, path),
             reply.limits,
             reply.index_salt,
             IndexReader(received[0], reply.index_bytes) if scheduler else None,
@@ -444,7 +451,7 @@ class UncachedNotice:
     def _run(self) -> None:
         while not self._closing.is_set():
             refused = False
-            with contextlib.suppress(OSError), connect(self._paths) as connection:
+            with contextlib.suppress(OSError), connect(self._paths)[0] as connection:
                 connection.sendall(self._payload)
                 connection.settimeout(None)
                 self._connection = connection

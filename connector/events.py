@@ -13,6 +13,7 @@ Invariants:
   room. Beyond as many changes that vLLM has not taken, no more are requested.
 """
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -27,6 +28,8 @@ from sidecar.protocol import (
     StoredEvent,
 )
 from sidecar.protocol.codec import is_local_endpoint
+
+logger = logging.getLogger("vllm.kvlake")
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -194,4 +197,11 @@ def events_endpoints(events: Any, data_parallel_rank: int) -> tuple[str, str]:
         known = is_local_endpoint(place) and not place.endswith(":0")
         places.append(place if bound and known else "")
     endpoint, replay = places
+    if not endpoint or (events.replay_endpoint and not replay):
+        logger.info(
+            "kvlake: the sidecar cannot follow vLLM's KV events at %r, replay %r: it needs sockets "
+            "that vLLM binds, such as ipc:///run/kvlake/engine.sock or tcp://*:5557",
+            events.endpoint,
+            events.replay_endpoint,
+        )
     return (endpoint, replay) if endpoint else ("", "")

@@ -90,8 +90,8 @@ class StepPlan:
     """A rank can never share its memory, so all ranks detach. Set in every later plan, too."""
     weight_changes: int = 0
     """How often the engine's weights were replaced, as far as the scheduler knows."""
-    attached: bool = False
-    """The scheduler has a session, so ranks report that they have none."""
+    epoch: int = 0
+    """Of the scheduler's session, or 0: ranks report that they have none with that sidecar."""
 
 
 @dataclass(slots=True)

@@ -47,6 +47,11 @@ RELEASE_SECONDS_MAX: Final = 10.0
 """How long to wait until the sidecar unmapped what is freed next. It takes milliseconds."""
 UNATTACHED_SECONDS_MIN: Final = 1.0
 """After so long a rank reports that it has no session: beside a new sidecar it soon has one."""
+OTHER_SIDECAR: Final = (
+    "the engine's processes are attached to different sidecars, so it is served without the cache; "
+    'set "socket" in kv_connector_extra_config to the attach.sock of one, and start the engine '
+    "again"
+)
 NOTHING: Final = StepPlan()
 
 
@@ -204,11 +209,14 @@ class WorkerRole:
         For its own loads it waits longer: the copy may need the core where it would spin.
         """
         now, before = self._clock(), self._unattached
-        unattached = self._refresh_session() is None and plan.attached
+        session = self._refresh_session()
+        unattached = plan.epoch and (session is None or session.epoch != plan.epoch)
         self._unattached_since = min(self._unattached_since, now) if unattached else math.inf
         self._unattached = now - self._unattached_since >= UNATTACHED_SECONDS_MIN
         if before or self._unattached:
             self._results.report.unattached = int(self._unattached)
+        if session is not None and self._unattached and not before:
+            logger.warning("kvlake: %s", OTHER_SIDECAR)
         client = self.client
         if client is not None and plan.idle and (self.outstanding or plan.waiting):
             loading = any(isinstance(one.job, Load) for one in self.outstanding.values())

@@ -355,7 +355,7 @@ class SchedulerRole:
         plan.stores = self.planner.take()
         self.requests.ended.clear()
         plan.retired = self.retired
-        plan.attached = self.client.session is not None
+        plan.epoch = 0 if self.client.session is None else self.client.session.epoch
         plan.weight_changes = self._weight_changes
         plan.waiting = bool(self.pending.pending or self.loading or self.stores.jobs)
         return plan

@@ -70,7 +70,10 @@ class History:
         self._kept.append(payload)
         self.size_bytes += len(payload)
         batches_max, bytes_max = self._settings.buffer_batches, self._settings.buffer_max
-        while len(self._kept) > batches_max or self.size_bytes > bytes_max:
+        # Never the newest: without an answer a subscriber concludes that it missed nothing.
+        while len(self._kept) > 1 and (
+            len(self._kept) > batches_max or self.size_bytes > bytes_max
+        ):
             self.size_bytes -= len(self._kept.popleft())
         self.next_number += 1
         return self.next_number - 1

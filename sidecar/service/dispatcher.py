@@ -353,12 +353,12 @@ class Dispatcher:
 
     def stranger(self, _: bytes) -> None:
         """Count a connection for jobs that named no session, and was closed."""
-        self._refuse(None, ProtocolError("unknown_peer", "no session has this token"))
+        # An engine that is idle learns with its next step only that the sidecar started again.
+        self.socket_stats.frames_refused["unknown_peer"] += 1
 
-    def _refuse(self, session: Session | None, error: ProtocolError) -> None:
+    def _refuse(self, session: Session, error: ProtocolError) -> None:
         self.socket_stats.frames_refused[error.code] += 1
-        session_id = None if session is None else session.session_id
-        about = fields(session=session_id, code=error.code, error=error)
+        about = fields(session=session.session_id, code=error.code, error=error)
         _logger.warning("frame refused", extra=about)
 
     def _reply(self, session_id: int, message: ServerMessage) -> None:

@@ -82,11 +82,12 @@ def session_of(
     limits: Limits = LIMITS,
     salt: bytes = SALT,
     context: object = None,
+    epoch: int | None = None,
 ) -> SidecarSession:
-    """A session of a new life of a sidecar, with a reader of `writer`'s index."""
+    """A session of a new life of a sidecar, or of `epoch`, with a reader of `writer`'s index."""
     reader = None if writer is None else IndexReader(os.dup(writer.fd), writer.size_bytes)
     return SidecarSession(
-        epoch=next(_epochs),
+        epoch=next(_epochs) if epoch is None else epoch,
         token=os.urandom(16),
         endpoint="inproc://none",
         limits=limits,

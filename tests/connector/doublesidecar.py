@@ -57,8 +57,10 @@ class DoubleSidecar:
         """Every role of the engine attaches (again); what was submitted before is forgotten."""
         self.copies.clear()
         self.lookups.clear()
-        self.fences = [rank.attach() for rank in self.engine.ranks]
-        self.engine.client.attach(session_of(self.index))
+        session = session_of(self.index)
+        self.epoch = session.epoch
+        self.fences = [rank.attach(self.epoch) for rank in self.engine.ranks]
+        self.engine.client.attach(session)
 
     def detach_rank(self, rank: int) -> None:
         """One worker loses its session, for example with its GPU, and the sidecar its jobs."""
@@ -66,7 +68,7 @@ class DoubleSidecar:
         self.engine.ranks[rank].client.attach(None)
 
     def attach_rank(self, rank: int) -> None:
-        self.fences[rank] = self.engine.ranks[rank].attach()
+        self.fences[rank] = self.engine.ranks[rank].attach(self.epoch)
 
     def detach(self) -> None:
         """The sidecar dies: nothing of what it was given will run."""

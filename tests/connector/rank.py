@@ -82,12 +82,12 @@ class Rank:
     def _describe(self, memory: ExportedMemory) -> Attach:
         return self.connector._engine.attach(Role.WORKER, 0, memory, memory=memory.shared)  # noqa: SLF001 (its public names are vLLM's)
 
-    def attach(self) -> SidecarFence:
+    def attach(self, epoch: int | None = None) -> SidecarFence:
         """A new session; returns the sidecar's end of its fence page."""
         assert self._attempt is not None
         attempt = self._attempt()
         assert isinstance(attempt.context, WorkerFence)
-        self.client.attach(session_of(context=attempt.context))
+        self.client.attach(session_of(context=attempt.context, epoch=epoch))
         fence = SidecarFence(os.dup(attempt.fds[1]))
         weakref.finalize(self, fence.close)
         return fence

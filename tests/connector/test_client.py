@@ -11,10 +11,11 @@ import resource
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from connector.client import Attempt, Client
+from connector.client import Attempt, Client, job_endpoint
 from sidecar.protocol import IndexMoved, Refused, Release, Role
 from sidecar.protocol.codec import encode, frame_stream
 from sidecar.protocol.peer import Peer
@@ -382,6 +383,16 @@ def test_the_first_path_that_answers_is_used(
     sidecar.admit()
     assert client.wait_attached(WAIT_SECONDS_MAX)
     until(lambda: f"attached to the sidecar at {sidecar.path}" in caplog.text, "its line")
+
+
+def test_jobs_go_to_the_socket_beside_the_one_that_answered(tmp_path: Path) -> None:
+    """A container may have the sidecar's folder at another path."""
+    told = f"ipc://{tmp_path}/theirs/jobs.sock"
+    here = tmp_path / "ours"
+    here.mkdir()
+    assert job_endpoint(told, str(here / "attach.sock")) == told
+    (here / "jobs.sock").touch()
+    assert job_endpoint(told, str(here / "attach.sock")) == f"ipc://{here}/jobs.sock"
 
 
 def test_every_place_that_was_tried_is_named(

@@ -146,12 +146,20 @@ def test_runs_are_one_event() -> None:
     ],
 )
 def test_where_vllm_publishes_its_own_events(
-    endpoint: str, replay: str | None, rank: int, expected: tuple[str, str]
+    endpoint: str,
+    replay: str | None,
+    rank: int,
+    expected: tuple[str, str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level("INFO", "vllm.kvlake")
     events = KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoint, replay_endpoint=replay)
     assert events_endpoints(events, rank) == expected
+    cannot = not expected[0] or (replay is not None and not expected[1])
+    assert caplog.text.count("cannot follow vLLM's KV events") == cannot
     assert events_endpoints(None, rank) == ("", "")
     assert events_endpoints(KVEventsConfig(), rank) == ("", "")
+    assert caplog.text.count("cannot follow vLLM's KV events") == cannot
 
 
 @pytest.mark.skipif(

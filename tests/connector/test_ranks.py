@@ -15,7 +15,7 @@ from tests.connector.prompts import CACHED, PROMPT, chain_of, counted, seen, tot
 from tests.connector.test_worker import Rank, load
 
 OTHER = [number % 89 for number in range(40)]
-"""A prompt that is no hit, and too short for a chunk."""
+"""A prompt that is no hit."""
 SHAPES = pytest.mark.parametrize(
     "shape", [{"ranks": 1}, {"ranks": 2}, {"stages": 2}, {"ranks": 2, "stages": 2}], ids=str
 )
@@ -31,7 +31,7 @@ def computed(engine: Engine, name: str, tokens: list[int]) -> int:
 
 def lack(engine: Engine) -> None:
     """Have ranks report that they have no session, as they do after a while."""
-    assert computed(engine, f"begins {engine.steps}", OTHER) == len(OTHER)
+    assert computed(engine, f"begins {engine.steps}", OTHER[::-1]) == len(OTHER)
     engine.clock.now += UNATTACHED_SECONDS_MIN
     assert computed(engine, f"tells {engine.steps}", OTHER) == len(OTHER)
 
@@ -148,7 +148,8 @@ def test_a_rank_reports_a_lack_in_every_step_and_its_end_once() -> None:
 
     def unattached(*, attached: bool = True, seconds: float = 0.0) -> int | None:
         rank.clock.now += seconds
-        return rank.role.collect(StepPlan(attached=attached)).report.unattached
+        epoch = 1 if rank.client.live is None else rank.client.live.epoch
+        return rank.role.collect(StepPlan(epoch=epoch * attached)).report.unattached
 
     assert unattached() is None
     rank.client.attach(None)
@@ -161,9 +162,24 @@ def test_a_rank_reports_a_lack_in_every_step_and_its_end_once() -> None:
     rank.client.attach(None)
     assert [unattached(attached=False), unattached(), unattached(seconds=1.0)] == [None, None, 1]
     assert [unattached(attached=False), unattached(attached=False)] == [0, None]
-    rank.role.submit(StepPlan([load(2)], attached=False))
+    rank.role.submit(StepPlan([load(2)]))
     assert rank.role.collect().report.empty
     rank.close()
+
+
+def test_a_rank_with_another_sidecar_than_the_scheduler_has_none(
+    make: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two sidecars serve one user, and the first place that answers is used."""
+    engine = make(ranks=2)
+    seen(engine)
+    engine.sidecar.fences[1] = engine.ranks[1].attach()
+    lack(engine)
+    assert computed(engine, "miss", PROMPT) == len(PROMPT)
+    assert caplog.text.count('set "socket" in kv_connector_extra_config') == 1
+    engine.sidecar.attach_rank(1)
+    assert computed(engine, "tells", OTHER) == len(OTHER)
+    assert computed(engine, "hit", PROMPT) == len(PROMPT) - CACHED
 
 
 def test_reports_of_ranks_are_summed() -> None:
