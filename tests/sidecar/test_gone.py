@@ -60,6 +60,7 @@ def test_a_chunk_that_the_policy_refuses() -> None:
     assert world.engine.gone.since(0, key(2)) == 5.0
     assert isinstance(world.policy, StrictLRU)
     world.policy.refused.clear()
+    world.use(world.open(Role.SCHEDULER), [2])
     world.stored(worker, 4, [2])
     assert left(world) == {key(1): Gone.EVICTED}, "the second is there"
 
@@ -149,11 +150,11 @@ def test_a_chunk_of_a_tenant_at_its_limit() -> None:
     world.stored(worker, 1, [1], tenant=TENANT)
     [write] = world.writes
     world.written(write)
-    assert gone(world.store(worker, 2, [2], tenant=TENANT)) == {}, "the store has it"
+    assert gone(world.store(worker, 2, [3], tenant=TENANT)) == {}, "the store has it"
     world = no_writes(tenants=Tenants(rules), gone_keys_max=8)
     worker = world.open(Role.WORKER)
     world.stored(worker, 1, [1], tenant=TENANT)
-    assert gone(world.store(worker, 2, [2], tenant=TENANT)) == {key(1): Gone.QUOTA}
+    assert gone(world.store(worker, 2, [3], tenant=TENANT)) == {key(1): Gone.QUOTA}
 
 
 def test_a_damaged_chunk_is_not_remembered() -> None:

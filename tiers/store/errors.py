@@ -263,8 +263,11 @@ def _by_obstore(error: BaseException) -> str | None:
     if not kind.__module__.startswith("obstore") and _OBSTORE_DETAIL not in text:
         return None
     code, status = _OBSTORE_CODE.search(text), _OBSTORE_STATUS.search(text)
-    if code is not None and (cause := _by_code(code[code.lastindex or 0])) is not None:
+    if code is not None and (cause := _BY_CODE.get(code[code.lastindex or 0])) is not None:
         return cause
+    if code is not None and code[3] is not None and _STATUS.fullmatch(code[3]):
+        # Where an answer has no code, botocore puts its status there.
+        return _by_status(int(code[3]))
     # Every answer 409 is one, also those whose code says to try again.
     if kind.__name__ == "AlreadyExistsError":
         return "exists"
@@ -277,11 +280,6 @@ def _by_obstore(error: BaseException) -> str | None:
         if (cause := _BY_TYPE.get(name) or _BY_CONNECTION.get(name)) is not None:
             return cause
     return next((cause for words, cause in _BY_TEXT.items() if words in text), None)
-
-
-def _by_code(code: str) -> str | None:
-    # botocore puts the status where the code belongs if an answer has none.
-    return _by_status(int(code)) if _STATUS.fullmatch(code) else _BY_CODE.get(code)
 
 
 def _by_status(status: int) -> str | None:
