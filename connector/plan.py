@@ -91,7 +91,7 @@ class StepPlan:
     weight_changes: int = 0
     """How often the engine's weights were replaced, as far as the scheduler knows."""
     epoch: int = 0
-    """Of the scheduler's session, or 0: ranks report that they have none with that sidecar."""
+    """The sidecar of the scheduler's session, or 0. Ranks report that they have none with it."""
 
 
 @dataclass(slots=True)
