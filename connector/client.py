@@ -131,8 +131,8 @@ def connect(paths: tuple[str, ...]) -> tuple[socket.socket, str]:
 
 def job_endpoint(told: str, attach_path: str) -> str:
     """Where to send jobs. The sidecar may know the folder of its sockets by another path."""
-    beside = Path(attach_path).with_name(Path(told).name)
-    return f"ipc://{beside}" if beside.exists() else told
+    beside = Path(attach_path).parent / Path(told).name
+    return f"ipc://{beside}" if told.startswith("ipc://") and beside.is_socket() else told
 
 
 class Client:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import resource
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -385,14 +386,16 @@ def test_the_first_path_that_answers_is_used(
     until(lambda: f"attached to the sidecar at {sidecar.path}" in caplog.text, "its line")
 
 
-def test_jobs_go_to_the_socket_beside_the_one_that_answered(tmp_path: Path) -> None:
+def test_jobs_go_to_the_socket_beside_the_one_that_answered(short_directory: Path) -> None:
     """A container may have the sidecar's folder at another path."""
-    told = f"ipc://{tmp_path}/theirs/jobs.sock"
-    here = tmp_path / "ours"
+    told = f"ipc://{short_directory}/theirs/jobs.sock"
+    here = short_directory / "ours"
     here.mkdir()
     assert job_endpoint(told, str(here / "attach.sock")) == told
-    (here / "jobs.sock").touch()
-    assert job_endpoint(told, str(here / "attach.sock")) == f"ipc://{here}/jobs.sock"
+    with socket.socket(socket.AF_UNIX) as jobs:
+        jobs.bind(str(here / "jobs.sock"))
+        assert job_endpoint(told, str(here / "attach.sock")) == f"ipc://{here}/jobs.sock"
+    assert job_endpoint("", str(here / "attach.sock")) == ""
 
 
 def test_every_place_that_was_tried_is_named(
