@@ -104,8 +104,8 @@ class Attempt(NamedTuple):
     context: object = None
 
 
-def connect(paths: tuple[str, ...]) -> tuple[socket.socket, str]:
-    """A connection to the first path that accepts one, and that. Raises the last one's `OSError`.
+def connect(paths: tuple[str, ...]) -> socket.socket:
+    """A connection to the first path that accepts one. Raises the `OSError` of the last path.
 
     One path was configured and is trusted. Several are the defaults, and a socket in /tmp, where
     any user may make one, must be root's or our own.
@@ -125,14 +125,18 @@ def connect(paths: tuple[str, ...]) -> tuple[socket.socket, str]:
             if path == last:
                 raise
         else:
-            return connection, path
+            return connection
     raise ValueError("no path")
 
 
-def job_endpoint(told: str, attach_path: str) -> str:
-    """Where to send jobs. The sidecar may know the folder of its sockets by another path."""
-    beside = Path(attach_path).parent / Path(told).name
-    return f"ipc://{beside}" if told.startswith("ipc://") and beside.is_socket() else told
+def job_endpoint(told: str, paths: tuple[str, ...]) -> str:
+    """Where to send jobs. Where a configured path is another one than the sidecar's own, beside it.
+
+    Not with the defaults: in /tmp others may make a folder with a link to a trusted sidecar.
+    """
+    beside = Path(paths[0]).parent / Path(told).name
+    missing = told.startswith("ipc://") and not Path(told.removeprefix("ipc://")).is_socket()
+    return f"ipc://{beside}" if missing and len(paths) == 1 and beside.is_socket() else told
 
 
 class Client:
@@ -319,15 +323,15 @@ class Client:
         while not self._closing.is_set():
             session: SidecarSession | None = None
             try:
-                connection, path = connect(self._paths)
-                with connection:
+                with connect(self._paths) as connection:
                     self._connection = connection
                     # After `close` can see the connection: it may have been called before.
                     if self._closing.is_set():
                         return
-                    session = self._attach(connection, path, self._make_attempt())
+                    session = self._attach(connection, self._make_attempt())
                     self._offered = session
                     self._attached_once.set()
+                    path = connection.getpeername()
                     self._log(logging.INFO, "attached to the sidecar at %s", path)
                     connection.settimeout(None)
                     while True:
@@ -347,7 +351,7 @@ class Client:
             self._offered = None
             self._closing.wait(self._retry_seconds)
 
-    def _attach(self, connection: socket.socket, path: str, attempt: Attempt) -> SidecarSession:
+    def _attach(self, connection: socket.socket, attempt: Attempt) -> SidecarSession:
         payload = frame_stream(encode(attempt.message))
         sent = socket.send_fds(connection, [payload[:4]], attempt.fds) if attempt.fds else 0
         connection.sendall(payload[sent:])
@@ -362,7 +366,7 @@ class Client:
         return SidecarSession(
             reply.epoch,
             reply.token,
-            job_endpoint(reply.endpoint, path),
+            job_endpoint(reply.endpoint, self._paths),
             reply.limits,
             reply.index_salt,
             IndexReader(received[0], reply.index_bytes) if scheduler else None,
@@ -451,7 +455,7 @@ class UncachedNotice:
     def _run(self) -> None:
         while not self._closing.is_set():
             refused = False
-            with contextlib.suppress(OSError), connect(self._paths)[0] as connection:
+            with contextlib.suppress(OSError), connect(self._paths) as connection:
                 connection.sendall(self._payload)
                 connection.settimeout(None)
                 self._connection = connection

@@ -47,6 +47,8 @@ RELEASE_SECONDS_MAX: Final = 10.0
 """How long to wait until the sidecar unmapped what is freed next. It takes milliseconds."""
 UNATTACHED_SECONDS_MIN: Final = 1.0
 """After so long a rank reports that it has no session: beside a new sidecar it soon has one."""
+OTHER_SECONDS_MIN: Final = 30.0
+"""The same with another sidecar than its scheduler's: plans made before a restart come late."""
 OTHER_SIDECAR: Final = (
     "the engine's processes are attached to different sidecars, so it is served without the cache; "
     'set "socket" in kv_connector_extra_config to the attach.sock of one, and start the engine '
@@ -93,6 +95,8 @@ class WorkerRole:
         self._unattached = False
         """Whether the last report said that this rank has no session."""
         self._unattached_since = math.inf
+        self._other = False
+        """Whether the log says that this rank is with another sidecar than its scheduler."""
         self.fence: WorkerFence | None = None
         self._session: SidecarSession | None = None
         self.retired: list[WorkerFence] = []
@@ -210,13 +214,16 @@ class WorkerRole:
         """
         now, before = self._clock(), self._unattached
         session = self._refresh_session()
-        unattached = plan.epoch and (session is None or session.epoch != plan.epoch)
+        other = session is not None and plan.epoch not in (0, session.epoch)
+        unattached = other or (session is None and plan.epoch != 0)
         self._unattached_since = min(self._unattached_since, now) if unattached else math.inf
-        self._unattached = now - self._unattached_since >= UNATTACHED_SECONDS_MIN
+        seconds_min = OTHER_SECONDS_MIN if other else UNATTACHED_SECONDS_MIN
+        self._unattached = now - self._unattached_since >= seconds_min
         if before or self._unattached:
             self._results.report.unattached = int(self._unattached)
-        if session is not None and self._unattached and not before:
+        if other and self._unattached and not self._other:
             logger.warning("kvlake: %s", OTHER_SIDECAR)
+        self._other = other and self._unattached
         client = self.client
         if client is not None and plan.idle and (self.outstanding or plan.waiting):
             loading = any(isinstance(one.job, Load) for one in self.outstanding.values())

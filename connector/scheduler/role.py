@@ -355,7 +355,9 @@ class SchedulerRole:
         plan.stores = self.planner.take()
         self.requests.ended.clear()
         plan.retired = self.retired
-        plan.epoch = 0 if self.client.session is None else self.client.session.epoch
+        # Once: it ends at any moment, on the client's thread.
+        session = self.client.session
+        plan.epoch = 0 if session is None else session.epoch
         plan.weight_changes = self._weight_changes
         plan.waiting = bool(self.pending.pending or self.loading or self.stores.jobs)
         return plan

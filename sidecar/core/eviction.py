@@ -5,7 +5,7 @@ Only this module of the core calls a policy (`tiers/policy/`). Does not own what
 
 Invariants: the order of all tenants is the policy of the configuration, and that of one tenant an
 LRU. What a policy hears of uses comes from requests alone, once for each. A chunk that was refused
-goes first. If it is queued for the store, it is in no order until it is written, as long as such
+goes first. If the store is to have it, it is in no order until it is written, as long as such
 chunks have room: one part in `UNWRITTEN_PART` of the memory, and of their tenant's limit.
 """
 
@@ -43,7 +43,7 @@ class EvictionOrders:
         policy: Policy,
         tenants: Tenants,
         curve_keys_max: int,
-        slots: SlotAllocator,
+        unwritten_in: SlotAllocator | None,
     ) -> None:
         self._directory = directory
         self._policy = policy
@@ -58,7 +58,7 @@ class EvictionOrders:
         """Refused chunks that are kept for the store, with their bytes."""
         self._unwritten_bytes = Counter[bytes]()
         """By tenant."""
-        self._slots = slots
+        self._unwritten_in = unwritten_in
 
     def use(self, realms: Sequence[Realm], message: Use) -> list[Chunk]:
         """Note the prompt of a request; returns those of its chunks that the directory knows."""
@@ -101,11 +101,13 @@ class EvictionOrders:
         ratios = self.curve.ratios([capacity * factor for factor in MEMORY_FACTORS])
         return {} if ratios is None else dict(zip(MEMORY_FACTORS, ratios, strict=True))
 
-    def enter(self, chunk: Chunk) -> None:
-        """Add a chunk that came, or that no session keeps any more."""
-        name = _name_of(chunk)
+    def enter(self, chunk: Chunk, *, new: bool = False) -> None:
+        """Add a chunk that came (`new`), or that no session keeps any more."""
+        first = self.refused(chunk)
+        if first and new and self._keep(chunk):
+            return
         for order in self._orders_of(chunk):
-            order.add(name, _parent_of(chunk), chunk.uses, first=name in self._refused)
+            order.add(_name_of(chunk), _parent_of(chunk), chunk.uses, first=first)
 
     def leave(self, chunk: Chunk, why: Left) -> None:
         """Remove a chunk."""
@@ -118,20 +120,26 @@ class EvictionOrders:
         """Whether a chunk was refused since a request used it."""
         return _name_of(chunk) in self._refused
 
-    def keep(self, chunk: Chunk) -> None:
-        """A chunk of the orders is queued for the store: if it goes first, keep it until then."""
-        if not self.refused(chunk) or chunk in self.unwritten:
-            return
+    def _keep(self, chunk: Chunk) -> bool:
+        """Keep a chunk that goes first out of the orders until it is written, if there is room.
+
+        Before that its other ranks' segments have to come. One that lacks some makes room for the
+        next: they may never come.
+        """
+        if self._unwritten_in is None:
+            return False
         unwritten, num_bytes = self._unwritten_bytes, chunk.realm.chunk_bytes
         own_max = self._tenants.quota(chunk.tenant).host_bytes_max
-        if (unwritten.total() + num_bytes) * UNWRITTEN_PART > self._slots.size_bytes or (
+        while (unwritten.total() + num_bytes) * UNWRITTEN_PART > self._unwritten_in.size_bytes or (
             own_max is not None and (unwritten[chunk.tenant] + num_bytes) * UNWRITTEN_PART > own_max
         ):
-            return
-        for order in self._orders_of(chunk):
-            order.remove(_name_of(chunk), Left.PINNED)
+            oldest = next(iter(self.unwritten), None)
+            if oldest is None or oldest.loadable:
+                return False
+            self.written(oldest)
         self.unwritten[chunk] = num_bytes
         unwritten[chunk.tenant] += num_bytes
+        return True
 
     def written(self, chunk: Chunk) -> None:
         """The store has a chunk, or will not get it: if it was kept, it goes first now."""

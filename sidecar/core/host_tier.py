@@ -85,7 +85,8 @@ class HostTier:
         self._writes_all = writes_all
         self._directory = directory
         self.slots = slots
-        self.orders = EvictionOrders(directory, policy, tenants, curve_keys_max, slots)
+        unwritten_in = slots if writes_all else None
+        self.orders = EvictionOrders(directory, policy, tenants, curve_keys_max, unwritten_in)
         self._counters = counters
         self._tenants = tenants
         self.now = 0.0
@@ -226,7 +227,7 @@ class HostTier:
         chunk.used_at = self.now
         self._directory.move(segment, cause)
         if chunk.hosted == 1:
-            self.orders.enter(chunk)
+            self.orders.enter(chunk, new=cause is Cause.FILLED)
 
     def _retain(self, chunk: Chunk, retention: Retention) -> None:
         """Apply the retention of one segment: the strictest of all segments counts."""

@@ -121,8 +121,7 @@ class Writes(CorePart):
         elif self._policy is WritePolicy.ON_REUSE and chunk.uses:
             # A second request used it while it was stored.
             self._enqueue(chunk, WriteCause.ON_REUSE)
-        if chunk in self.pending:
-            self._host.orders.keep(chunk)
+        self._release(chunk)
 
     def _release(self, chunk: Chunk) -> None:
         """Let a refused chunk go, unless some of it is still to be written."""

@@ -391,11 +391,18 @@ def test_jobs_go_to_the_socket_beside_the_one_that_answered(short_directory: Pat
     told = f"ipc://{short_directory}/theirs/jobs.sock"
     here = short_directory / "ours"
     here.mkdir()
-    assert job_endpoint(told, str(here / "attach.sock")) == told
+    attach = str(here / "attach.sock")
+    assert job_endpoint(told, (attach,)) == told
     with socket.socket(socket.AF_UNIX) as jobs:
         jobs.bind(str(here / "jobs.sock"))
-        assert job_endpoint(told, str(here / "attach.sock")) == f"ipc://{here}/jobs.sock"
-    assert job_endpoint("", str(here / "attach.sock")) == ""
+        assert job_endpoint(told, (attach,)) == f"ipc://{here}/jobs.sock"
+        # Not by default, where others may have made the folder.
+        assert job_endpoint(told, (attach, "/run/kvlake/default/attach.sock")) == told
+        (short_directory / "theirs").mkdir()
+        with socket.socket(socket.AF_UNIX) as known:
+            known.bind(told.removeprefix("ipc://"))
+            assert job_endpoint(told, (attach,)) == told
+    assert job_endpoint("", (attach,)) == ""
 
 
 def test_every_place_that_was_tried_is_named(

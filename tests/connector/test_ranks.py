@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
+from connector.client import SidecarSession
 from connector.plan import StepPlan, StepReport
-from connector.worker import UNATTACHED_SECONDS_MIN
+from connector.worker import OTHER_SECONDS_MIN, UNATTACHED_SECONDS_MIN
 from sidecar.protocol import Lease, Lookup, Submit
 from tests.connector.configurations import request_of
+from tests.connector.double import DoubleClient
 from tests.connector.engine import Engine
 from tests.connector.prompts import CACHED, PROMPT, chain_of, counted, seen, total
 from tests.connector.test_worker import Rank, load
@@ -29,10 +31,10 @@ def computed(engine: Engine, name: str, tokens: list[int]) -> int:
     return engine.computed[name]
 
 
-def lack(engine: Engine) -> None:
+def lack(engine: Engine, seconds: float = UNATTACHED_SECONDS_MIN) -> None:
     """Have ranks report that they have no session, as they do after a while."""
     assert computed(engine, f"begins {engine.steps}", OTHER[::-1]) == len(OTHER)
-    engine.clock.now += UNATTACHED_SECONDS_MIN
+    engine.clock.now += seconds
     assert computed(engine, f"tells {engine.steps}", OTHER) == len(OTHER)
 
 
@@ -174,7 +176,7 @@ def test_a_rank_with_another_sidecar_than_the_scheduler_has_none(
     engine = make(ranks=2)
     seen(engine)
     engine.sidecar.fences[1] = engine.ranks[1].attach()
-    lack(engine)
+    lack(engine, OTHER_SECONDS_MIN)
     assert computed(engine, "miss", PROMPT) == len(PROMPT)
     assert caplog.text.count('set "socket" in kv_connector_extra_config') == 1
     engine.sidecar.attach_rank(1)
@@ -188,3 +190,20 @@ def test_reports_of_ranks_are_summed() -> None:
     assert silent.add(came) == came
     assert came.add(lacks).unattached == 1
     assert silent.add(silent).empty
+
+
+def test_a_session_may_end_between_any_two_looks_at_it(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does so on the client's thread."""
+    role, looks = make().role, [0, 0]
+
+    def session(client: DoubleClient) -> SidecarSession | None:
+        looks[0] += 1
+        return client.live if looks[0] < looks[1] else None
+
+    monkeypatch.setattr(DoubleClient, "session", property(session))
+    for ends in range(1, 10):
+        looks[:] = 0, ends
+        role.build_plan({}, lambda _: [])
+        assert looks[0]

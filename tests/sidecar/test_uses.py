@@ -15,12 +15,14 @@ from tests.sidecar.engine_answers import done, messages, only
 from tests.sidecar.engine_names import EPOCH, GROUP_NUMBERS, key, layout, slot_bytes_of
 from tests.sidecar.strict_pool import StrictLRU
 from tests.sidecar.worlds import looking, make_world
+from tiers.policy.density import DensityPolicy
 from tiers.policy.lru import LruPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tests.sidecar.engine_world import World
+    from tiers.policy import Policy
     from tiers.policy.key import CacheKey
 
 TENANT = b"a tenant"
@@ -211,18 +213,44 @@ def test_a_refused_chunk_is_written_at_once_on_evict() -> None:
         assert (0, key(number)) in {name for name, (_, stored) in world.index.items() if stored}
 
 
-def test_a_refused_chunk_without_its_other_rank_goes_first() -> None:
+def test_a_refused_chunk_without_its_other_rank_makes_room_for_the_next() -> None:
     world = make_world(slabs=16, write=WritePolicy.THROUGH, writes_inflight_max=1)
     worker = world.open(Role.WORKER, rank=0, world_size=2)
     world.open(Role.WORKER, rank=1, world_size=2)
     for number in range(1, 32, 2):
         world.stored(worker, number, [number])
-    refuse(world, 101)
-    world.stored(worker, 101, [101])
-    assert (0, key(101)) in world.host_ranks()
+    refuse(world, 101, 103)
+    for number in (101, 103):
+        world.stored(worker, number, [number])
+        assert [one.key for one in world.engine.host.orders.unwritten] == [key(number)]
+    assert {(0, key(101)), (0, key(103))} <= world.host_ranks().keys()
     world.stored(worker, 111, [111])
     assert (0, key(101)) not in world.host_ranks()
-    assert not world.engine.host.orders.unwritten
+    assert (0, key(103)) in world.host_ranks()
+
+
+@pytest.mark.parametrize("step", [1, 2], ids=["a chain", "several prompts"])
+@pytest.mark.parametrize("policy", [DensityPolicy, LruPolicy, StrictLRU])
+def test_ranks_that_store_one_after_another_store_refused_chunks_whole(
+    policy: type[Policy], step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world(slabs=128, policy=policy(), write=WritePolicy.THROUGH)
+    ranks = [world.open(Role.WORKER, rank=rank, world_size=2) for rank in (0, 1)]
+    for number in range(1, 128, 2):
+        for worker in ranks:
+            world.stored(worker, number, [number])
+    world.settle()
+    orders = world.engine.host.orders
+    monkeypatch.setattr(world.policy, "admits", lambda *_: False)
+    refused = range(1001, 1001 + 8 * step, step)
+    for worker in ranks:
+        world.stored(worker, 1001, refused)
+    assert all(orders.refused(chunk) for chunk in orders.unwritten)
+    world.settle()
+    assert {(0, key(number)) for number in refused} <= {
+        name for name, (_, stored) in world.index.items() if stored
+    }
+    assert not orders.unwritten
 
 
 def test_refused_chunks_take_an_eighth_of_a_tenants_limit_at_most() -> None:
