@@ -134,9 +134,13 @@ def job_endpoint(told: str, paths: tuple[str, ...]) -> str:
 
     Not with the defaults: in /tmp others may make a folder with a link to a trusted sidecar.
     """
-    beside = Path(paths[0]).parent / Path(told).name
-    missing = told.startswith("ipc://") and not Path(told.removeprefix("ipc://")).is_socket()
-    return f"ipc://{beside}" if missing and len(paths) == 1 and beside.is_socket() else told
+    own, beside = Path(told.removeprefix("ipc://")), Path(paths[0]).parent / Path(told).name
+    if len(paths) > 1 or not told.startswith("ipc://") or not beside.is_socket():
+        return told
+    with contextlib.suppress(OSError):
+        if own.with_name("attach.sock").samefile(paths[0]):
+            return told
+    return f"ipc://{beside}"
 
 
 class Client:

@@ -217,7 +217,7 @@ class WorkerRole:
         other = session is not None and plan.epoch not in (0, session.epoch)
         unattached = other or (session is None and plan.epoch != 0)
         self._unattached_since = min(self._unattached_since, now) if unattached else math.inf
-        seconds_min = OTHER_SECONDS_MIN if other else UNATTACHED_SECONDS_MIN
+        seconds_min = OTHER_SECONDS_MIN if other and not before else UNATTACHED_SECONDS_MIN
         self._unattached = now - self._unattached_since >= seconds_min
         if before or self._unattached:
             self._results.report.unattached = int(self._unattached)

@@ -28,6 +28,8 @@ MEMORY_FACTORS: Final = (0.5, 1.0, 2.0, 4.0)
 """Sizes of host memory whose hits are estimated, as multiples of what there is."""
 UNWRITTEN_PART: Final = 8
 """The memory divided by this is what refused chunks may take until the store has them."""
+UNWRITTEN_SECONDS_MAX: Final = 60.0
+"""After that a refused chunk which lacks segments of other ranks makes room for the next."""
 REFUSED_MAX: Final = 65_536
 """Keys that were refused, and are remembered."""
 ANCESTORS_MAX: Final = 4_096
@@ -123,20 +125,20 @@ class EvictionOrders:
     def _keep(self, chunk: Chunk) -> bool:
         """Keep a chunk that goes first out of the orders until it is written, if there is room.
 
-        Before that its other ranks' segments have to come. One that lacks some makes room for the
-        next: they may never come.
+        Before that its other ranks' segments have to come. One that lacks some for long is let go.
         """
         if self._unwritten_in is None:
             return False
+        while (oldest := next(iter(self.unwritten), None)) is not None and not oldest.loadable:
+            if chunk.used_at - oldest.used_at < UNWRITTEN_SECONDS_MAX:
+                break
+            self.written(oldest)
         unwritten, num_bytes = self._unwritten_bytes, chunk.realm.chunk_bytes
         own_max = self._tenants.quota(chunk.tenant).host_bytes_max
-        while (unwritten.total() + num_bytes) * UNWRITTEN_PART > self._unwritten_in.size_bytes or (
+        if (unwritten.total() + num_bytes) * UNWRITTEN_PART > self._unwritten_in.size_bytes or (
             own_max is not None and (unwritten[chunk.tenant] + num_bytes) * UNWRITTEN_PART > own_max
         ):
-            oldest = next(iter(self.unwritten), None)
-            if oldest is None or oldest.loadable:
-                return False
-            self.written(oldest)
+            return False
         self.unwritten[chunk] = num_bytes
         unwritten[chunk.tenant] += num_bytes
         return True

@@ -220,14 +220,14 @@ class HostTier:
         self._directory.drop_if_unused(segment.chunk)
 
     def _publish(self, segment: HostSegment, cause: Cause, num_blocks: int, parent: bytes) -> None:
-        chunk = segment.chunk
+        chunk, new = segment.chunk, segment.state is SegmentState.STORING
         segment.num_blocks = num_blocks
         segment.verified = cause is not Cause.RESTORED
         chunk.parent = parent
         chunk.used_at = self.now
         self._directory.move(segment, cause)
         if chunk.hosted == 1:
-            self.orders.enter(chunk, new=cause is Cause.FILLED)
+            self.orders.enter(chunk, new=new)
 
     def _retain(self, chunk: Chunk, retention: Retention) -> None:
         """Apply the retention of one segment: the strictest of all segments counts."""

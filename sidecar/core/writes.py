@@ -132,6 +132,7 @@ class Writes(CorePart):
         """A chunk is complete again after a restart; the store may have it."""
         if self._policy is not WritePolicy.OFF:
             chunk.realm.backfill[chunk] = None
+        self._release(chunk)
 
     def _unknown(self, chunk: Chunk) -> bool:
         """Whether the store may have a restored chunk, because its catalog was not read yet."""

@@ -399,9 +399,13 @@ def test_jobs_go_to_the_socket_beside_the_one_that_answered(short_directory: Pat
         # Not by default, where others may have made the folder.
         assert job_endpoint(told, (attach, "/run/kvlake/default/attach.sock")) == told
         (short_directory / "theirs").mkdir()
-        with socket.socket(socket.AF_UNIX) as known:
-            known.bind(told.removeprefix("ipc://"))
-            assert job_endpoint(told, (attach,)) == told
+        with socket.socket(socket.AF_UNIX) as another:
+            another.bind(told.removeprefix("ipc://"))
+            assert job_endpoint(told, (attach,)) == f"ipc://{here}/jobs.sock"
+        # The same place, by a link.
+        (short_directory / "theirs" / "attach.sock").touch()
+        (here / "attach.sock").symlink_to(short_directory / "theirs" / "attach.sock")
+        assert job_endpoint(told, (attach,)) == told
     assert job_endpoint("", (attach,)) == ""
 
 

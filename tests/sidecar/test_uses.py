@@ -213,20 +213,40 @@ def test_a_refused_chunk_is_written_at_once_on_evict() -> None:
         assert (0, key(number)) in {name for name, (_, stored) in world.index.items() if stored}
 
 
-def test_a_refused_chunk_without_its_other_rank_makes_room_for_the_next() -> None:
+def test_a_refused_chunk_without_its_other_rank_makes_room_after_a_minute() -> None:
     world = make_world(slabs=16, write=WritePolicy.THROUGH, writes_inflight_max=1)
     worker = world.open(Role.WORKER, rank=0, world_size=2)
     world.open(Role.WORKER, rank=1, world_size=2)
     for number in range(1, 32, 2):
         world.stored(worker, number, [number])
     refuse(world, 101, 103)
-    for number in (101, 103):
-        world.stored(worker, number, [number])
-        assert [one.key for one in world.engine.host.orders.unwritten] == [key(number)]
+    world.stored(worker, 101, [101])
+    unwritten = world.engine.host.orders.unwritten
+    assert [one.key for one in unwritten] == [key(101)]
+    world.now += 61
+    world.stored(worker, 103, [103])
+    assert [one.key for one in unwritten] == [key(103)]
     assert {(0, key(101)), (0, key(103))} <= world.host_ranks().keys()
     world.stored(worker, 111, [111])
     assert (0, key(101)) not in world.host_ranks()
     assert (0, key(103)) in world.host_ranks()
+
+
+@pytest.mark.parametrize("limited", [False, True], ids=["the whole memory", "a tenant's part"])
+@pytest.mark.parametrize("step", [4, 8])
+def test_what_two_ranks_store_of_a_long_prompt_reaches_the_store(
+    *, step: int, limited: bool
+) -> None:
+    """Much more than an eighth of the memory is refused at a time."""
+    rules = TenantRules(Quota(32 * layout(0).payload_bytes(2))) if limited else TenantRules()
+    world = make_world(slabs=64 if limited else 32, policy=LruPolicy(), tenants=Tenants(rules))
+    ranks = [world.open(Role.WORKER, rank=rank, world_size=2) for rank in (0, 1)]
+    for first in range(1, 33, step):
+        for worker in ranks:
+            world.stored(worker, first, range(first, first + step), tenant=TENANT)
+        world.settle()
+    assert len([name for name, (_, stored) in world.index.items() if stored]) == 32
+    assert not world.engine.host.orders.unwritten
 
 
 @pytest.mark.parametrize("step", [1, 2], ids=["a chain", "several prompts"])
