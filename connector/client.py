@@ -134,11 +134,12 @@ def job_endpoint(told: str, paths: tuple[str, ...]) -> str:
 
     Not with the defaults: in /tmp others may make a folder with a link to a trusted sidecar.
     """
-    own, beside = Path(told.removeprefix("ipc://")), Path(paths[0]).parent / Path(told).name
+    own, path = Path(told.removeprefix("ipc://")), Path(paths[0])
+    beside = path.parent / own.name
     if len(paths) > 1 or not told.startswith("ipc://") or not beside.is_socket():
         return told
     with contextlib.suppress(OSError):
-        if own.with_name("attach.sock").samefile(paths[0]):
+        if own.with_name("attach.sock").samefile(path):
             return told
     return f"ipc://{beside}"
 
