@@ -26,7 +26,7 @@ import numpy as np
 from sidecar.catalog.service import Catalogs
 from sidecar.logs import fields
 from sidecar.sessions.namespaces import RealmLayout, Realms
-from tiers.catalog.major_compaction import MARGIN_SECONDS
+from tiers.catalog.major_compaction import MARGIN_SECONDS, YOUNG_SECONDS
 from tiers.catalog.merge import SHARDS
 from tiers.catalog.names import namespace_prefix
 from tiers.catalog.orphans import nonempty_shards, rows_in_shard
@@ -38,8 +38,6 @@ PASS_PAUSE_SECONDS: Final = 600.0
 RECONCILE_RETRY_SECONDS: Final = 2.0
 ROWS_WAITING_MAX: Final = 50_000
 ROWS_PER_TURN: Final = 1024
-YOUNG_SECONDS: Final = 600.0
-"""The writer of a younger object may still announce it."""
 EARLIER_SECONDS: Final = MARGIN_SECONDS / 2
 """Found rows are dated back by this. The other half of the margin is for their withdrawals, so that
 the object does not count as written after those."""

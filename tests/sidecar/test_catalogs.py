@@ -436,7 +436,7 @@ def test_a_slow_pass_finds_what_nobody_announced(
         target.parent.mkdir(parents=True)
         target.write_bytes(one.read_bytes())
         # Only now that it is whole, and that what was written here is known.
-        places.patch(monkeypatch, "YOUNG_SECONDS", 0.0, package="sidecar")
+        places.patch(monkeypatch, "YOUNG_SECONDS", 0.0)
         sidecar.wait_until(holds(3))
         sidecar.wait_until(lambda now: catalog(now)["rows_waiting"] == 0)
         assert found(sidecar.status()) == 1

@@ -1,8 +1,11 @@
 """What two sidecars leave in a real bucket while they write at full rate, and after they stop.
 
+The server stops for longer than the deadline of a write. It may still carry the write out
+afterwards, and then no catalog has the object.
+
 A client of its own lists the bucket. docs/how-to/object-stores.md has the bound: twice the sum of
 the limit and what the two have not heard of. How much that is depends on the machine, so a
-namespace may take four times the limit here. Without any stop of writes it takes far more.
+namespace may take four times the limit here. If writes never stopped, it would take far more.
 `test_config.py` shows where exactly writes stop.
 """
 
@@ -10,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -36,12 +41,16 @@ UNHEARD = 1
 """What each of the two writes before it hears of the other comes on top: with these settings a
 fifth of a second's worth, of a limit that takes them seconds to fill. A machine may pause, so it
 may be as much as the limit here."""
+DEADLINE_SECONDS = 2.0
 QUICK: dict[str, Any] = {
     "refresh_seconds": 0.1,
     "catalog_flush": 0.1,
-    "deadline_seconds_max": 2.0,
-    "gc": {"every": 1.0, "grace": 2.2},
+    "deadline_seconds_max": DEADLINE_SECONDS,
+    "gc": {"every": 1.0, "grace": DEADLINE_SECONDS + 0.2},
+    "reconcile_every": 10.0,
 }
+SOON = {"YOUNG_SECONDS": 2 * DEADLINE_SECONDS}
+"""What no catalog has is found this soon, in place of ten minutes."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_sidecars")]
 
@@ -50,6 +59,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_sidecars")]
 class Pair:
     """Two sidecars on one bucket."""
 
+    server: S3Server
     sidecars: tuple[SidecarProcess, SidecarProcess]
     watch: BucketWatch
 
@@ -61,6 +71,14 @@ class Pair:
     def counted(self, name: str) -> int:
         """A counter of the engines, of both."""
         return sum(int(one.status()["counters"][name]) for one in self.sidecars)
+
+    def stop_server(self, seconds: float) -> None:
+        """Nothing is answered for this long."""
+        os.kill(self.server.pid, signal.SIGSTOP)
+        try:
+            time.sleep(seconds)
+        finally:
+            os.kill(self.server.pid, signal.SIGCONT)
 
     def wait(self, what: str, true: Callable[[], bool], seconds: float = WAIT_SECONDS_MAX) -> None:
         """Wait for a state of both, or of the bucket."""
@@ -77,10 +95,10 @@ def pair(
     prefix: str,
     monkeypatch: pytest.MonkeyPatch,
     store: dict[str, Any],
-    constants: dict[str, float] | None = None,
+    constants: dict[str, float],
 ) -> Generator[Pair]:
     """Two sidecars on one prefix, watched."""
-    monkeypatch.setenv(altered.CONSTANTS, json.dumps(constants or {}))
+    monkeypatch.setenv(altered.CONSTANTS, json.dumps(constants))
     settings = {"url": f"{server.url}/{prefix}", **server.settings, **QUICK, **store}
     config = {"store": settings, "host": {"size": "16MiB"}}
     one, two = (
@@ -88,7 +106,7 @@ def pair(
         for name in ("one", "two")
     )
     with one, two, BucketWatch(server, prefix) as watch:
-        yield Pair((one, two), watch)
+        yield Pair(server, (one, two), watch)
 
 
 def limited(held: Held, limit: str) -> int:
@@ -101,6 +119,8 @@ def written_in_rounds(pair: Pair, rounds: int, seconds: float = WAIT_SECONDS_MAX
     with contextlib.ExitStack() as stack:
         for one in pair.sidecars:
             stack.enter_context(FullRate(Path(one.socket), one.name, CONTENT_BYTES))
+        pair.wait("a first write", lambda: pair.counted("bytes_written") > 0)
+        pair.stop_server(1.5 * DEADLINE_SECONDS)
         for _ in range(rounds):
             before = pair.total("deleted")
             pair.wait("a round that deletes", lambda: pair.total("deleted") > before, seconds)  # noqa: B023
@@ -127,11 +147,12 @@ def test_two_writers_at_full_rate_stay_within_four_times_the_limit_and_a_ttl_emp
     rounds: int,
 ) -> None:
     prefix = short_directory.name
-    with pair(short_directory, seaweed, prefix, monkeypatch, {limit: value}) as both:
+    with pair(short_directory, seaweed, prefix, monkeypatch, {limit: value}, SOON) as both:
         written_in_rounds(both, rounds, rounds * WAIT_SECONDS_MAX)
         most = both.watch.most("chunk")
         assert limited(most, limit) <= 2 * (1 + UNHEARD) * value, most
         assert both.counted("writes_refused_bound"), "they write no faster than is collected"
+        assert both.counted("writes_expired"), "the server answered each write in time"
         print(both.watch.seen[-1], most, both.counted("bytes_written"))
 
         # Nothing is written any more: what is beyond the limit goes, and nothing else.
@@ -139,7 +160,7 @@ def test_two_writers_at_full_rate_stay_within_four_times_the_limit_and_a_ttl_emp
             return value - chunk <= limited(both.watch.seen[-1], limit) <= value
 
         both.wait("back to the limit", settled)
-    short = {"KEEP_SECONDS_MIN": 1.0, "ABANDONED_SECONDS": 2.0}
+    short = SOON | {"KEEP_SECONDS_MIN": 1.0, "ABANDONED_SECONDS": 2.0}
     with pair(short_directory, seaweed, prefix, monkeypatch, {"ttl": 1.0}, short) as both:
 
         def emptied() -> bool:

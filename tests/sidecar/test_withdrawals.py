@@ -119,7 +119,7 @@ def test_a_look_through_the_objects_makes_nothing_newer_than_its_row(
         folder.mkdir()
         (folder / one.name).write_bytes(one.read_bytes())
         # Only now that what was written here is announced: until then a slow pass skips it.
-        places.patch(monkeypatch, "YOUNG_SECONDS", 0.0, package="sidecar")
+        places.patch(monkeypatch, "YOUNG_SECONDS", 0.0)
         wait_held(2)
 
         async def withdraw() -> None:

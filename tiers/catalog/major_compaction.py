@@ -47,7 +47,8 @@ LATE_ROWS_MAX: Final = 25_000
 MARGIN_SECONDS: Final = 60.0
 """How far the clocks of a writer and of the store may differ without an object being kept."""
 YOUNG_SECONDS: Final = 600.0
-"""Younger objects and rows are not compared: one may be there before the other."""
+"""Younger objects and rows are not compared: one may be there before the other, whose writer may
+still announce it."""
 
 SNAPSHOT_ROWS: Final = 250_000
 """Rows in one file of a major compaction: 25 MB."""
