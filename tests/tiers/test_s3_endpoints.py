@@ -13,6 +13,7 @@ import pytest
 
 from sidecar.config.store import StoreSettings
 from sidecar.errors import StartError
+from sidecar.logs import LOGGER
 from sidecar.service.store_stack import open_store
 from tests.tiers.wire import backend
 from tiers.store.access import Access, with_endpoint
@@ -27,6 +28,18 @@ __all__ = ["backend"]
 SERVICE, ANY, OTHER = "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"
 IGNORE = "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS"
 MINIO = "http://minio:9000"
+OWN = (
+    "https://s3.eu-west-3.amazonaws.com",
+    "https://s3.cn-north-1.amazonaws.com.cn",
+    "https://s3.dualstack.eu-west-3.amazonaws.com/",
+    "https://s3-fips.us-gov-west-1.amazonaws.com",
+    "https://bucket.vpce-1a2b-5c6d.s3.us-east-1.vpce.amazonaws.com",
+)
+OTHERS = (
+    "https://amazonaws.com.example.org",
+    "http://ec2-1-2-3-4.compute-1.amazonaws.com:9000",
+    "https://internal-ceph-1.us-east-1.elb.amazonaws.com",
+)
 AWS = "https://models.s3.eu-west-3.amazonaws.com/kvlake/name"
 
 
@@ -63,6 +76,8 @@ def signed(**settings: Any) -> str:
         ({SERVICE: "", ANY: MINIO, OTHER: "http://b"}, {}, f"{MINIO}/models/kvlake/name"),
         ({SERVICE: ""}, {}, AWS),
         ({SERVICE: MINIO}, {"addressing": "virtual"}, "http://models.minio:9000/kvlake/name"),
+        ({ANY: f"{MINIO}/"}, {"addressing": "virtual"}, "http://models.minio:9000/kvlake/name"),
+        ({SERVICE: f"{MINIO}/"}, {}, f"{MINIO}/models/kvlake/name"),
         ({SERVICE: "http://a"}, {"endpoint": MINIO}, f"{MINIO}/models/kvlake/name"),
         ({SERVICE: MINIO, OTHER: MINIO, IGNORE: "True"}, {}, AWS),
         ({SERVICE: MINIO, IGNORE: "false"}, {}, f"{MINIO}/models/kvlake/name"),
@@ -89,11 +104,21 @@ def test_an_endpoint_of_the_environment_is_no_aws(monkeypatch: pytest.MonkeyPatc
     assert isinstance(here.store, ObstoreClient)
     assert there.store._direct is None
     assert here.store._direct is not None
-    for own in ("https://s3.eu-west-3.amazonaws.com", "https://s3.cn-north-1.amazonaws.com.cn"):
+    for own in OWN:
         monkeypatch.setenv(ANY, own)
         assert objects(backend="obstore").names_per_removal == 1000
-    monkeypatch.setenv(ANY, "https://amazonaws.com.example.org")
-    assert objects(backend="obstore").names_per_removal == 1
+    for other in OTHERS:
+        monkeypatch.setenv(ANY, other)
+        assert objects(backend="obstore").names_per_removal == 1
+
+
+def test_the_log_names_the_variable(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", LOGGER)
+    monkeypatch.setenv(ANY, MINIO)
+    objects()
+    assert f"the S3 endpoint is that of {ANY}" in caplog.text
 
 
 def test_s3fs_goes_to_the_same_place(monkeypatch: pytest.MonkeyPatch) -> None:

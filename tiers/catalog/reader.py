@@ -58,7 +58,7 @@ READ_BYTES_MAX: Final = 32 * 1024 * 1024
 NAMES_PARSED_MAX: Final = 1000
 """Names of a listing that are parsed on the event loop: two or three milliseconds."""
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("kvlake.store")
 
 
 class LogFile(NamedTuple):

@@ -12,6 +12,7 @@ message names the setting as the configuration file spells it, and the remedy.
 import importlib.util
 import logging
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 from urllib.parse import urlsplit
@@ -47,10 +48,12 @@ _WORDS: Final = {
     "other": "this kind of URL",
 }
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("kvlake.store")
 
 _ENDPOINT_VARIABLES: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _OBSTORE_VARIABLES: Final = (*_ENDPOINT_VARIABLES, "AWS_ENDPOINT")
+_AWS_S3: Final = re.compile(r"(^|\.)s3([.-].+)?\.amazonaws\.com(\.cn)?$")
+"""Not the hosts of machines and load balancers there, which may serve anything."""
 _OFFLINE_CLASSES: Final = ("GLACIER", "DEEP_ARCHIVE")
 _AZURE_TIERS: Final = ("Hot", "Cool", "Cold")
 
@@ -223,7 +226,7 @@ class Access(Section):
     def at_aws(self) -> bool:
         """Whether an S3 endpoint is one of AWS's own, which know the deletion of many objects."""
         host = urlsplit(self.endpoint or "").hostname
-        return host is None or host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
+        return host is None or _AWS_S3.search(host) is not None
 
     def secrets(self) -> set[str]:
         """Every value that must not be shown."""

@@ -64,7 +64,7 @@ _DAMAGED: Final = (errno.EIO, errno.EUCLEAN, errno.EBADMSG)
 DAMAGED_MAX: Final = 1
 """Damaged entries that one listing omits. With more, the disk or the server is the cause."""
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("kvlake.store")
 
 
 class LocalFolder:

@@ -62,7 +62,7 @@ _AZURE_KINDS: Final = {
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("kvlake.store")
 
 
 class ObstoreClient:
@@ -282,7 +282,11 @@ def _s3(bucket: str, access: Access, provider: aws.Provider | None) -> dict[str,
 def _with_bucket(endpoint: str, bucket: str) -> str:
     """Obstore wants the bucket in the endpoint itself."""
     parts = urlsplit(endpoint)
-    return parts._replace(netloc=f"{bucket}.{parts.netloc}").geturl()
+    return parts._replace(
+        netloc=f"{bucket}.{parts.netloc}",
+        # A slash at its end would begin the names of objects.
+        path=parts.path.rstrip("/"),
+    ).geturl()
 
 
 def _gcs(access: Access) -> dict[str, Any]:
