@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -89,8 +90,8 @@ async def serve(
     """Run a sidecar until SIGTERM, SIGINT or `ServerInfo.stop`; returns the exit code.
 
     Needs the asyncio backend. `ready` is called once, when every socket is bound, and `stopping`
-    once after it, when the drain begins. Raises `StartError` where an operator has to change
-    something first.
+    once, when the drain begins or a signal ends the start. Raises `StartError` where an operator
+    has to change something first.
     """
     # Arrow's threads would take the engine's cores; copying and hashing have their own threads.
     pa.set_cpu_count(1)
@@ -99,7 +100,8 @@ async def serve(
     async with contextlib.AsyncExitStack() as stack:
         stop = threading.Event()
         # While it starts, SIGINT stays with the event loop, which cancels the start.
-        _handle_signals(lambda _: _stop_start(stop, stack), set(STOP_SIGNALS) - {signal.SIGINT})
+        stop_start = partial(_stop_start, stop, stack, stopping)
+        _handle_signals(stop_start, set(STOP_SIGNALS) - {signal.SIGINT})
         # Until the last callback: a signal that nobody handles would end the process before them.
         stack.callback(_handle_signals, None, SIGNALS)
         watchdog = Watchdog(Notifier())
@@ -148,12 +150,19 @@ def _handle_signals(
             loop.add_signal_handler(number, act, number)
 
 
-def _stop_start(stop: threading.Event, stack: contextlib.AsyncExitStack) -> None:
+def _stop_start(
+    stop: threading.Event,
+    stack: contextlib.AsyncExitStack,
+    stopping: Callable[[], None] | None,
+    _number: signal.Signals,
+) -> None:
     """Have the pool's opening end, and the process if it does not: a system call may hang."""
     if stop.is_set():
         os._exit(Exit.AT_ONCE)
     _logger.info("stopping before it serves")
     stop.set()
+    if stopping is not None:
+        stopping()
     timer = asyncio.get_running_loop().call_later(HANGING_SECONDS_MAX, _abandon_start)
     stack.callback(timer.cancel)
 

@@ -72,7 +72,7 @@ def main(options: Options) -> int:
 
     def stopping() -> None:
         if options.ready_fd is not None:
-            # So that `kvlake run` sends no signal to a sidecar that drains.
+            # So that `kvlake run` sends no signal to a sidecar that stops already.
             os.close(options.ready_fd)
 
     try:

@@ -146,6 +146,14 @@ def test_a_stop_while_memory_is_made_ready_leaves_none(short_directory: Path, pl
     assert not (short_directory / "run" / "default" / "attach.sock").exists()
 
 
+def test_a_stop_while_it_starts_is_announced(short_directory: Path) -> None:
+    """So that `kvlake run` sends no second signal, which would leave the file of the pool."""
+    one = Process(config_of(short_directory), signalled("fill", "time.sleep(600)"))
+    assert (one.told, one.process.poll()) == ("", None)
+    one.process.send_signal(signal.SIGTERM)
+    assert one.end()[0] == Exit.AT_ONCE
+
+
 def test_a_second_signal_ends_a_start_at_once(short_directory: Path) -> None:
     more = "os.kill(os.getpid(), signal.SIGTERM); time.sleep(600)"
     assert Process(config_of(short_directory), signalled("fill", more)).end()[0] == Exit.AT_ONCE

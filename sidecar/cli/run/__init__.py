@@ -273,6 +273,8 @@ class SupervisedSidecar:
                 if pipe.read(1):
                     return True
                 code = process.wait()
+                if select.select([wakeup], [], [], 0)[0]:
+                    _interrupt(wakeup)
                 if code == Exit.START and is_locked(self._home) and left > JOIN_SECONDS:
                     return False
                 # Another code, such as that of a signal, may be another one next time.
