@@ -186,7 +186,9 @@ def events_endpoints(events: Any, data_parallel_rank: int) -> tuple[str, str]:
     if events is None or not events.enable_kv_cache_events or events.publisher != "zmq":
         return "", ""
     places: list[str] = []
-    for given in (events.endpoint, events.replay_endpoint or ""):
+    # vLLM connects to 0.0.0.0 instead of binding it, except for replays.
+    replays = (events.replay_endpoint or "").replace("tcp://0.0.0.0:", "tcp://*:")
+    for given in (events.endpoint, replays):
         try:
             place = ZmqEventPublisher.offset_endpoint_port(given, data_parallel_rank) or ""
         except ValueError:
@@ -197,11 +199,15 @@ def events_endpoints(events: Any, data_parallel_rank: int) -> tuple[str, str]:
         known = is_local_endpoint(place) and not place.endswith(":0")
         places.append(place if bound and known else "")
     endpoint, replay = places
-    if not endpoint or (events.replay_endpoint and not replay):
-        logger.info(
-            "kvlake: the sidecar cannot follow vLLM's KV events at %r, replay %r: it needs sockets "
-            "that vLLM binds, such as ipc:///run/kvlake/engine.sock or tcp://*:5557",
-            events.endpoint,
-            events.replay_endpoint,
-        )
+    for place, what, given in (
+        (endpoint, "follow vLLM's KV events", events.endpoint),
+        (replay, "request missed KV events of vLLM", events.replay_endpoint),
+    ):
+        if given and not place:
+            logger.info(
+                "kvlake: the sidecar cannot %s at %r: it needs a socket that vLLM binds on this "
+                "machine, such as ipc:///run/kvlake/engine.sock or tcp://*:5557",
+                what,
+                given,
+            )
     return (endpoint, replay) if endpoint else ("", "")

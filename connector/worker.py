@@ -95,6 +95,7 @@ class WorkerRole:
         self._unattached = False
         """Whether the last report said that this rank has no session."""
         self._unattached_since = math.inf
+        self._other_since = math.inf
         self._other = False
         """Whether the log says that this rank is with another sidecar than its scheduler."""
         self.fence: WorkerFence | None = None
@@ -221,9 +222,11 @@ class WorkerRole:
         self._unattached = now - self._unattached_since >= seconds_min
         if before or self._unattached:
             self._results.report.unattached = int(self._unattached)
-        if other and self._unattached and not self._other:
+        self._other_since = min(self._other_since, now) if other else math.inf
+        lasts = now - self._other_since >= OTHER_SECONDS_MIN
+        if lasts and not self._other:
             logger.warning("kvlake: %s", OTHER_SIDECAR)
-        self._other = other and self._unattached
+        self._other = lasts
         client = self.client
         if client is not None and plan.idle and (self.outstanding or plan.waiting):
             loading = any(isinstance(one.job, Load) for one in self.outstanding.values())

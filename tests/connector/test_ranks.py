@@ -184,6 +184,24 @@ def test_a_rank_with_another_sidecar_than_the_scheduler_has_none(
     assert computed(engine, "hit", PROMPT) == len(PROMPT) - CACHED
 
 
+def test_a_late_plan_of_the_sidecar_before_is_no_other_sidecar(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The rank had no session before the restart, and has one with the new sidecar first."""
+    rank = Rank()
+    before = StepPlan(epoch=1)
+    rank.client.attach(None)
+    rank.role.collect(before)
+    rank.clock.now += UNATTACHED_SECONDS_MIN
+    assert rank.role.collect(before).report.unattached == 1
+    rank.attach()
+    assert rank.client.live is not None
+    assert rank.client.live.epoch != before.epoch
+    assert rank.role.collect(before).report.unattached == 1
+    assert not caplog.text
+    rank.close()
+
+
 def test_reports_of_ranks_are_summed() -> None:
     lacks, came, silent = StepReport(unattached=1), StepReport(unattached=0), StepReport()
     assert lacks.add(silent).add(lacks).unattached == 2
