@@ -268,6 +268,8 @@ def test_parts_of_a_trace() -> None:
 class _Hoarder:
     """A policy that keeps a thousand bytes for each key."""
 
+    by_last_use: bool = False
+
     def __init__(self) -> None:
         self._kept: dict[CacheKey, bytearray] = {}
 

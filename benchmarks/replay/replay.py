@@ -52,6 +52,7 @@ class RecordedPolicy:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
+        self.by_last_use = policy.by_last_use
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         """Name of a method, and what it was called with."""
 
@@ -128,30 +129,30 @@ class PolicyCache:
         hits = leading(request.keys, cached)
         policy.use(request.keys, request.num_tokens)
         parents: list[CacheKey | None] = [None, *request.keys]
-        there = [key in cached for key in request.keys]
+        missing = [
+            (key, parent)
+            for key, parent in zip(request.keys, parents, strict=False)
+            if key not in cached
+        ]
+        # As the sidecar has it: an LRU gives up nothing of the same prompt.
+        kept = frozenset(request.keys if policy.by_last_use else ())
         free = max(0, self._capacity - len(cached))
-        coming: list[tuple[CacheKey, CacheKey | None]] = []
-        above: CacheKey | None = None
-        refused = False
-        for key, parent, was_there in zip(request.keys, parents, there, strict=False):
-            if was_there:
-                above, refused = key, False
-            elif len(coming) < free or (not refused and self._make_room(key, above)):
-                coming.append((key, parent))
-            else:
-                # Nor what follows it, which could not be used.
-                refused = True
+        coming = missing[:free]
+        coming += [one for one in missing[free:] if self._make_room(*one, kept)]
         for key, parent in coming:
             policy.add(key, parent)
             cached.add(key)
         return hits
 
-    def _make_room(self, key: CacheKey, parent: CacheKey | None) -> bool:
-        """Evict the first victim for a key; False if the key is worth less, or none is left."""
+    def _make_room(self, key: CacheKey, parent: CacheKey | None, kept: frozenset[CacheKey]) -> bool:
+        """Evict the first victim for a key; False if it stays, the key is worth less, or none is.
+
+        None of `kept` goes.
+        """
         if not self._policy.admits(key, parent):
             return False
         victim = next(self._policy.victims(), None)
-        if victim is None:
+        if victim is None or victim in kept:
             return False
         self._policy.remove(victim)
         self._cached.remove(victim)

@@ -130,6 +130,10 @@ class Chunk(msgspec.Struct, eq=False, gc=False):
     """When it was used last, or came, by the engine's clock."""
     uses: int = 0
     """Requests that had it in their prompt since it came, up to `USES_MAX`."""
+    request: int = 0
+    """The last of those, by number; 0: none had it."""
+    refused: bool = False
+    """A policy refused it, and no request has used it since."""
     detached: bool = False
     gone: Gone | None = Gone.EVICTED
     """Why it left host memory, once it has; None: nobody needs to know."""

@@ -5,12 +5,13 @@ Only this module of the core calls a policy (`tiers/policy/`). Does not own what
 
 Invariants: the order of all tenants is the policy of the configuration, and that of one tenant an
 LRU. What a policy hears of uses comes from requests alone, once for each. A chunk that was refused
-goes first. If the store is to have it, it is in no order until it is written, as long as such
-chunks have room: one part in `UNWRITTEN_PART` of the memory, and of their tenant's limit.
+goes first until a request uses it. If the store is to have it, it is in no order until it is
+written, as long as such chunks have room: one part in `UNWRITTEN_PART` of the memory, and of their
+tenant's limit.
 """
 
 import itertools
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -30,10 +31,8 @@ UNWRITTEN_PART: Final = 8
 """The memory divided by this is what refused chunks may take until the store has them."""
 UNWRITTEN_SECONDS_MAX: Final = 60.0
 """After that a refused chunk which lacks segments of other ranks makes room for the next."""
-REFUSED_MAX: Final = 65_536
-"""Keys that were refused, and are remembered."""
-ANCESTORS_MAX: Final = 4_096
-"""That are examined of a chunk while they are stored: a client may name parents in a circle."""
+COMING_MAX: Final = 8_192
+"""Chunks of prompts that are not here, and whose requests are remembered, up to twice as many."""
 
 
 class EvictionOrders:
@@ -52,14 +51,17 @@ class EvictionOrders:
         self._tenants = tenants
         self.curve = HitCurve(CHUNKS_EXPECTED, curve_keys_max) if curve_keys_max else None
         """Which part of the uses an LRU in memory of another size would serve."""
-        self._refused: dict[CacheKey, None] = {}
-        """Keys that were refused since a request used them, the oldest first."""
-        self._asked: tuple[CacheKey, CacheKey | None] = ((0, b""), None)
-        """The chunk that was asked about last, and its nearest ancestor."""
-        self.unwritten: dict[Chunk, int] = {}
+        self._requests = 0
+        self._coming: dict[CacheKey, int] = {}
+        """Chunks of prompts that were not here, with the number of the last request for them."""
+        self._came: dict[CacheKey, int] = {}
+        """Earlier ones."""
+        # To find the first of a dict takes time with the number of those that were removed.
+        self.unwritten = OrderedDict[Chunk, int]()
         """Refused chunks that are kept for the store, with their bytes."""
-        self._unwritten_bytes = Counter[bytes]()
-        """By tenant."""
+        self._unwritten_bytes = 0
+        self._unwritten_of = Counter[bytes]()
+        """Their bytes, by tenant."""
         self._unwritten_in = unwritten_in
 
     def use(self, realms: Sequence[Realm], message: Use) -> list[Chunk]:
@@ -68,6 +70,7 @@ class EvictionOrders:
         earlier: list[int] = []
         known: list[Chunk] = []
         of_tenants: dict[Policy, list[CacheKey]] = {}
+        self._requests += 1
         groups = message.groups or itertools.repeat(0)
         for key, group in zip(message.keys, groups, strict=False):
             realm = realms[group]
@@ -75,8 +78,10 @@ class EvictionOrders:
             chunk = realm.chunks.get(key)
             if chunk is None:
                 earlier.append(0)
+                self._coming[names[-1]] = self._requests
                 continue
             earlier.append(chunk.uses)
+            chunk.request, chunk.refused = self._requests, False
             known.append(chunk)
             own = self._tenants.order(chunk.tenant)
             if own is not None:
@@ -84,9 +89,8 @@ class EvictionOrders:
         for own, own_names in of_tenants.items():
             own.use(own_names, 0)
         self._policy.use(names, message.num_tokens)
-        if self._refused:
-            for name in names:
-                self._refused.pop(name, None)
+        if len(self._coming) > COMING_MAX:
+            self._came, self._coming = self._coming, {}
         if self.curve is not None:
             self.curve.use(message.keys, earlier)
         return known
@@ -105,11 +109,13 @@ class EvictionOrders:
 
     def enter(self, chunk: Chunk, *, new: bool = False) -> None:
         """Add a chunk that came (`new`), or that no session keeps any more."""
-        first = self.refused(chunk)
-        if first and new and self._keep(chunk):
+        name = _name_of(chunk)
+        came, coming = self._came.pop(name, 0), self._coming.pop(name, 0)
+        chunk.request = max(chunk.request, came, coming)
+        if chunk.refused and new and self._keep(chunk):
             return
         for order in self._orders_of(chunk):
-            order.add(_name_of(chunk), _parent_of(chunk), chunk.uses, first=first)
+            order.add(name, _parent_of(chunk), chunk.uses, first=chunk.refused)
 
     def leave(self, chunk: Chunk, why: Left) -> None:
         """Remove a chunk."""
@@ -117,10 +123,6 @@ class EvictionOrders:
             order.remove(_name_of(chunk), why)
         if why is not Left.PINNED:
             self._forget_unwritten(chunk)
-
-    def refused(self, chunk: Chunk) -> bool:
-        """Whether a chunk was refused since a request used it."""
-        return _name_of(chunk) in self._refused
 
     def _keep(self, chunk: Chunk) -> bool:
         """Keep a chunk that goes first out of the orders until it is written, if there is room.
@@ -133,15 +135,22 @@ class EvictionOrders:
             if chunk.used_at - oldest.used_at < UNWRITTEN_SECONDS_MAX:
                 break
             self.written(oldest)
-        unwritten, num_bytes = self._unwritten_bytes, chunk.realm.chunk_bytes
+        num_bytes = chunk.realm.chunk_bytes
+        all_bytes, own_bytes = self._unwritten_bytes, self._unwritten_of[chunk.tenant]
         own_max = self._tenants.quota(chunk.tenant).host_bytes_max
-        if (unwritten.total() + num_bytes) * UNWRITTEN_PART > self._unwritten_in.size_bytes or (
-            own_max is not None and (unwritten[chunk.tenant] + num_bytes) * UNWRITTEN_PART > own_max
+        if (all_bytes + num_bytes) * UNWRITTEN_PART > self._unwritten_in.size_bytes or (
+            own_max is not None and (own_bytes + num_bytes) * UNWRITTEN_PART > own_max
         ):
             return False
         self.unwritten[chunk] = num_bytes
-        unwritten[chunk.tenant] += num_bytes
+        self._count_unwritten(chunk.tenant, num_bytes)
         return True
+
+    def _count_unwritten(self, tenant: bytes, num_bytes: int) -> None:
+        self._unwritten_bytes += num_bytes
+        self._unwritten_of[tenant] += num_bytes
+        if not self._unwritten_of[tenant]:
+            del self._unwritten_of[tenant]
 
     def written(self, chunk: Chunk) -> None:
         """The store has a chunk, or will not get it: if it was kept, it goes first now."""
@@ -152,9 +161,7 @@ class EvictionOrders:
         num_bytes = self.unwritten.pop(chunk, None)
         if num_bytes is None:
             return False
-        self._unwritten_bytes[chunk.tenant] -= num_bytes
-        if not self._unwritten_bytes[chunk.tenant]:
-            del self._unwritten_bytes[chunk.tenant]
+        self._count_unwritten(chunk.tenant, -num_bytes)
         return True
 
     def replay_use(self, chunk: Chunk) -> None:
@@ -165,40 +172,33 @@ class EvictionOrders:
     def admits(self, chunk: Chunk, order: Policy | None = None) -> bool:
         """Whether a chunk is worth more than the first that would have to go, of `order` if given.
 
-        One that was refused is refused until a request uses it.
+        An LRU refuses it if its own request, or a later one, has that first chunk in its prompt.
+        Else a prompt longer than the memory would lose its head to its end, and could not be used.
         """
         if not chunk.empty or chunk.pins > 1 or chunk.request_pins:
             # Another rank's part was admitted, or a request or a session wants it.
             return True
-        name = _name_of(chunk)
-        if name in self._refused:
-            return False
-        above = self._above(chunk)
         policy = self._policy if order is None else order
-        if above not in self._refused and policy.admits(name, above):
+        if policy.admits(_name_of(chunk), _parent_of(chunk)) and not (
+            policy.by_last_use and self._is_older(chunk, next(self.victims(order), None))
+        ):
             return True
-        self._refused[name] = None
-        if len(self._refused) > REFUSED_MAX:
-            del self._refused[next(iter(self._refused))]
+        chunk.refused = True
         return False
 
-    def _above(self, chunk: Chunk) -> CacheKey | None:
-        """The nearest ancestor of a chunk that is not just being stored."""
-        name, above = _name_of(chunk), None
-        for _ in range(ANCESTORS_MAX):
-            above = _parent_of(chunk)
-            found = None if above is None else chunk.realm.chunks.get(chunk.parent)
-            if found is None or found.hosted or above in self._refused:
-                break
-            if above == self._asked[0]:
-                # Mostly the chunk before it was asked about just before.
-                above = self._asked[1]
-                break
-            chunk = found
-        if above == name:
-            above = None
-        self._asked = (name, above)
-        return above
+    def _is_older(self, chunk: Chunk, victim: Chunk | None) -> bool:
+        """Whether what would go for a chunk is of the same request, or of a later one.
+
+        A chunk that no request had in its prompt counts as the newest request's: it is of an
+        answer, or of layers that need only the end of a prompt.
+        """
+        request = self._request_of(chunk) or self._requests
+        return victim is not None and victim.request >= request > 0
+
+    def _request_of(self, chunk: Chunk) -> int:
+        """The number of the last request that had a chunk in its prompt; 0 if unknown."""
+        name = _name_of(chunk)
+        return chunk.request or self._coming.get(name, 0) or self._came.get(name, 0)
 
     def victims(self, order: Policy | None = None) -> Iterator[Chunk]:
         """Chunks in the order of eviction, pinned ones too: of all tenants, or of `order`."""

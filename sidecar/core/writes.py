@@ -115,7 +115,7 @@ class Writes(CorePart):
             self._enqueue(chunk, WriteCause.THROUGH)
         elif self._policy is WritePolicy.ON_EVICT:
             self._filled_bytes += chunk.realm.chunk_bytes
-            if self._host.orders.refused(chunk):
+            if chunk.refused:
                 # It goes first: the cold end may not be examined before.
                 self._enqueue(chunk, WriteCause.ON_EVICT)
         elif self._policy is WritePolicy.ON_REUSE and chunk.uses:

@@ -92,6 +92,8 @@ class SlabSlots:
 class StrictLRU:
     """An eviction order that refuses every misuse."""
 
+    by_last_use: bool = False
+
     def __init__(self) -> None:
         self.order: OrderedDict[CacheKey, CacheKey | None] = OrderedDict()
         self.refused: set[CacheKey] = set()

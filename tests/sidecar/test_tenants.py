@@ -63,6 +63,7 @@ class TestHostQuota:
         for number in (1, 2, 4, 5):
             world.stored(worker, number, [number], tenant=A)
         world.use(scheduler, range(1, 6))
+        world.use(scheduler, [20])
         world.stored(worker, 20, [20], tenant=A)
         assert {number for number in range(1, 21) if (0, key(number)) in world.in_host()} == {
             *(1, 2, 4, 20)

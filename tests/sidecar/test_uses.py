@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from sidecar.core.commands import Gather, Received, Write
+from sidecar.core.commands import Gather, Write
 from sidecar.core.outbox import WritePolicy
 from sidecar.core.retention import USES_MAX, read_tag
 from sidecar.core.tenants import Quota, TenantRules, Tenants
-from sidecar.protocol import Outcome, Role, StoreChunk, StoreJob, Submit
+from sidecar.protocol import Outcome, Role
 from tests.sidecar.engine_answers import done, messages, only
-from tests.sidecar.engine_names import EPOCH, GROUP_NUMBERS, key, layout, slot_bytes_of
+from tests.sidecar.engine_names import GROUP_NUMBERS, key, layout, slot_bytes_of
 from tests.sidecar.strict_pool import StrictLRU
-from tests.sidecar.worlds import looking, make_world
+from tests.sidecar.worlds import looking, make_world, no_writes
 from tiers.policy.density import DensityPolicy
 from tiers.policy.lru import LruPolicy
 
@@ -265,7 +265,7 @@ def test_ranks_that_store_one_after_another_store_refused_chunks_whole(
     refused = range(1001, 1001 + 8 * step, step)
     for worker in ranks:
         world.stored(worker, 1001, refused)
-    assert all(orders.refused(chunk) for chunk in orders.unwritten)
+    assert all(chunk.refused for chunk in orders.unwritten)
     world.settle()
     assert {(0, key(number)) for number in refused} <= {
         name for name, (_, stored) in world.index.items() if stored
@@ -277,12 +277,14 @@ def test_refused_chunks_take_an_eighth_of_a_tenants_limit_at_most() -> None:
     """A store that is paused leaves it the rest."""
     rules = TenantRules(Quota(16 * layout(0).payload_bytes(2)))
     world = make_world(slabs=256, policy=LruPolicy(), tenants=Tenants(rules), writes_inflight_max=1)
-    worker = world.open(Role.WORKER)
+    worker, scheduler = world.open(Role.WORKER), world.open(Role.SCHEDULER)
+    world.use(scheduler, range(1, 41))
     for first in range(1, 41, 2):
         world.stored(worker, first, [first, first + 1], tenant=TENANT)
     held = {number for number in range(1, 41) if (0, key(number)) in world.in_host()}
     assert held >= set(range(1, 13))
     assert len(held) == 16
+    world.use(scheduler, range(101, 201, 2))
     for number in range(101, 201, 2):
         world.stored(worker, number, [number], tenant=TENANT)
     assert {(0, key(number)) for number in range(181, 201, 2)} <= world.in_host()
@@ -291,7 +293,8 @@ def test_refused_chunks_take_an_eighth_of_a_tenants_limit_at_most() -> None:
 def test_a_refusal_of_a_tenants_own_order_is_no_fault() -> None:
     rules = TenantRules(Quota(2 * layout(0).payload_bytes(2)))
     world = make_world(policy=LruPolicy(), tenants=Tenants(rules), write=WritePolicy.OFF)
-    worker = world.open(Role.WORKER)
+    worker, scheduler = world.open(Role.WORKER), world.open(Role.SCHEDULER)
+    world.use(scheduler, [1, 2, 3])
     world.stored(worker, 1, [1, 2], tenant=TENANT)
     commands = world.store(worker, 2, [3], tenant=TENANT)
     assert messages(commands, worker) == done(2, Outcome.OK)
@@ -331,12 +334,57 @@ def test_a_prompt_longer_than_memory_keeps_its_head(
     world.check()
 
 
-def test_parents_in_a_circle_end_no_search() -> None:
-    world, worker, _ = full(WritePolicy.OFF)
-    chunks = [StoreChunk(key(n), key(n ^ 1), bytes(32), [1, 2], TENANT) for n in (100, 101)]
-    world.send(Received(worker, Submit(EPOCH, 9, [], [StoreJob(9, chunks)])))
-    world.settle()
-    assert world.in_host() == {(0, key(100)), (0, key(101))}
+@pytest.mark.parametrize("at_once", [1, 2, 3])
+@pytest.mark.parametrize("limited", [False, True], ids=["the whole memory", "a tenant's part"])
+def test_requests_at_once_keep_the_head_of_their_long_prompt(
+    *, at_once: int, limited: bool
+) -> None:
+    """The use of the second came while the first stored; its chunks took the places of the head."""
+    rules = TenantRules(Quota(16 * layout(0).payload_bytes(2))) if limited else TenantRules()
+    slabs = 32 if limited else 16
+    world = no_writes(slabs=slabs, policy=LruPolicy(), tenants=Tenants(rules))
+    worker, scheduler = world.open(Role.WORKER), world.open(Role.SCHEDULER)
+    prompt = range(1, 33)
+    for again in range(5):
+        for begin in range(1, 33 + 20 * (at_once - 1), 2):
+            # Each begins when the one before it has stored more than there is room for.
+            for other in range(at_once):
+                step = [n for n in (begin - 20 * other, begin - 20 * other + 1) if n in prompt]
+                if 1 in step:
+                    world.use(scheduler, prompt)
+                step = [n for n in step if (0, key(n)) not in world.in_host()]
+                world.stored(worker, 1000 * again + 10 * begin + other, step, tenant=TENANT)
+        assert world.in_host() == {(0, key(number)) for number in range(1, 17)}
+
+
+@pytest.mark.parametrize("windows_first", [True, False])
+@pytest.mark.parametrize(("make", "slots"), [(LruPolicy, 40), (LruPolicy, 50), (DensityPolicy, 50)])
+@pytest.mark.parametrize("limited", [False, True], ids=["the whole memory", "a tenant's part"])
+def test_a_prompt_that_fits_without_the_middle_of_its_windows_hits(
+    make: type[Policy], slots: int, *, windows_first: bool, limited: bool
+) -> None:
+    """No request names that middle, and nothing needs it."""
+    rules = TenantRules(Quota(slots * layout(0).payload_bytes(2))) if limited else TenantRules()
+    slabs = 2 * slots if limited else slots
+    world = no_writes(slabs=slabs, policy=make(), tenants=Tenants(rules))
+    worker = world.open(Role.WORKER, other_realms=(1,))
+    scheduler = world.open(Role.SCHEDULER, other_realms=(1,))
+    prompt = range(1, 33)
+    hits: list[int] = []
+    for again in range(5):
+        held = world.in_host()
+        there = [(0, key(number)) in held for number in prompt]
+        prefix = there.index(False) if False in there else len(prompt)
+        ends = (n for n in range(prefix, 0, -1) if (1, key(GROUP_NUMBERS + n)) in held)
+        hits.append(next(ends, 0))
+        world.use(scheduler, [*prompt, GROUP_NUMBERS + prompt[-1]])
+        for first in range(hits[-1] + 1, prompt.stop, 4):
+            numbers = range(first, min(first + 4, prompt.stop))
+            windows = [GROUP_NUMBERS + number for number in numbers]
+            step = [*windows, *numbers] if windows_first else [*numbers, *windows]
+            step = [n for n in step if (int(n >= GROUP_NUMBERS), key(n)) not in held]
+            world.stored(worker, 100 * again + first, step, tenant=TENANT)
+    assert hits[-2:] == [len(prompt)] * 2, hits
 
 
 def test_a_refused_chunk_that_may_not_be_written_is_not_copied() -> None:

@@ -23,6 +23,9 @@ class Policy(Protocol):
     A key that is added twice, or removed without being there, raises `KeyError`.
     """
 
+    by_last_use: bool
+    """Whether the first victim is what requests used longest ago, whatever else is known."""
+
     def use(self, keys: Sequence[CacheKey], num_tokens: int) -> None:
         """Note the prompt of one request: its chunks, head first, cached or not, and its tokens.
 
@@ -44,8 +47,7 @@ class Policy(Protocol):
     def admits(self, key: CacheKey, parent: CacheKey | None) -> bool:
         """Whether a key is worth more than the first victim. One that is not may still be added.
 
-        Asked when there is no room, of a key that is not there. `parent` is its nearest ancestor
-        that was added, or would be next to it in its chain.
+        Asked when there is no room, of a key that is not there.
         """
         ...
 

@@ -17,9 +17,9 @@ Invariants:
   goes first, so that what stays is a prefix.
 * Each of those keys but the newest has a place in the queue of its kind. Places of keys that
   changed since are dropped when they are met.
-* A pinned key keeps its kind. One that is evicted or refused is remembered, with its kind, until
-  enough others came after it: between half and all of `REMEMBERED_MIN` and `REMEMBERED_SPAN` more
-  for each key that is cached, up to `REMEMBERED_MAX`.
+* A pinned key keeps its kind. One that is evicted is remembered, with its kind, and so is one of a
+  prompt that is refused, until enough others came after it: between half and all of
+  `REMEMBERED_MIN` and `REMEMBERED_SPAN` more for each key that is cached, up to `REMEMBERED_MAX`.
 * Worth is learned from `LEARNED_MIN` uses on. Until then, and while an LRU of the sample has more
   hits than this policy, the order is LRU.
 """
@@ -30,8 +30,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Final, TypeAlias
 
-import msgspec
-
+from tiers.policy.chains import REMOVED, Entry, Naming, Queue, stands
 from tiers.policy.key import CacheKey, Left
 from tiers.policy.reuse import (
     AGE_ENDS,
@@ -66,8 +65,9 @@ CHOSEN_FOR: Final = 12
 
 _TRIED: Final = 1 << KIND_BITS
 _WAS_REFUSED: Final = _TRIED << 1
-_FLAG_BITS: Final = KIND_BITS + 2
-_REMOVED: Final = -1
+_IN_NO_PROMPT: Final = _WAS_REFUSED << 1
+"""No request had it in its prompt: it is of an answer, or of windows before the prompt's end."""
+_FLAG_BITS: Final = KIND_BITS + 3
 # A member of an enumeration takes three times as long to find.
 _PINNED: Final = Left.PINNED
 _GONE: Final = Left.GONE
@@ -77,63 +77,14 @@ _USED_AGAIN: Final = [min(kind % USES + 1, USES - 1) for kind in range(KINDS)] +
 """By kind, how a chunk counts after one more use."""
 
 
-class _Entry(msgspec.Struct, eq=False, gc=False):
-    """A cached key in its chain. Entries are in no cycle, so nothing collects them."""
-
-    key: CacheKey
-    parent_key: CacheKey | None
-    parent: "_Entry | None"
-    """Until that is removed."""
-    kind: int
-    last: int
-    """When it was used last, or added."""
-    children: int = 0
-    """Cached keys that it precedes."""
-
-
-_Place: TypeAlias = tuple[int, int, _Entry]
-"""Last use of an entry, a number, and the entry."""
-_Queue: TypeAlias = list[_Place]
-
-
-class _Naming:
-    """A suspended iteration over victims: what it named, and what it must not name."""
-
-    def __init__(self, queues: list[_Queue]) -> None:
-        self.queues = [queue.copy() for queue in queues]
-        self.over = set[_Entry]()
-        """Named, or used or added since it began."""
-        self._unnamed: dict[_Entry, int] = {}
-        """Children of an entry that are to be named before it, once one was."""
-
-    def waits(self, entry: _Entry) -> bool:
-        """Whether children of an entry are to be named before it."""
-        return self._unnamed.get(entry, entry.children) > 0
-
-    def removed(self, entry: _Entry, above: _Entry | None, number: int) -> None:
-        """An entry was removed, and the one `above` counts as used when it was."""
-        if entry not in self.over:
-            self.leaves(entry, above, number)
-        elif above is not None and not self.waits(above):
-            heapq.heappush(self.queues[above.kind], (above.last, number, above))
-
-    def leaves(self, entry: _Entry, above: _Entry | None, number: int) -> None:
-        """An entry was named or removed, so that the next may be the one `above`."""
-        if entry in self.over:
-            return
-        self.over.add(entry)
-        if above is not None:
-            left = self._unnamed[above] = self._unnamed.get(above, above.children) - 1
-            if left <= 0:
-                heapq.heappush(self.queues[above.kind], (above.last, number, above))
-
-
 class DensityPolicy:
     """Evicts what is least likely to be used soon, by the kind of its uses."""
 
+    by_last_use: bool = False
+
     def __init__(self) -> None:
-        self._entries: dict[CacheKey, _Entry] = {}
-        self._queues: list[_Queue] = [[] for _ in range(KINDS + 1)]
+        self._entries: dict[CacheKey, Entry] = {}
+        self._queues: list[Queue] = [[] for _ in range(KINDS + 1)]
         """Heaps of the entries without children, and of some that changed since."""
         self._orphans: dict[CacheKey, int] = {}
         """Cached children of a key that is not cached."""
@@ -151,10 +102,10 @@ class DensityPolicy:
         self._removed_words = list(range(KINDS))
         """By kind, what is remembered of a key that is removed now: one number, to save memory."""
         self._requests = 0
-        self._namings: list[_Naming] = []
-        self._newest: _Entry | None = None
+        self._namings: list[Naming] = []
+        self._newest: Entry | None = None
         """Added last, if it is in no queue yet: its child may follow."""
-        self._victim: _Entry | None = None
+        self._victim: Entry | None = None
         """The first one, until something changes."""
         self._ranks: list[list[float]] | None = None
         """Worth by kind and age; None: the order is LRU."""
@@ -212,6 +163,7 @@ class DensityPolicy:
             else:
                 kind = entry.kind = base + _USED_AGAIN[entry.kind]
                 entry.last = now
+                entry.in_prompt = True
                 if not entry.children:
                     self._push(entry)
             if not key[1][0] & mask:
@@ -247,7 +199,7 @@ class DensityPolicy:
         above = None if parent is None else self._entries.get(parent)
         if above is None and parent == key:
             parent = None
-        entry = _Entry(key, parent if above is None else above.key, above, 0, self._now)
+        entry = Entry(key, parent if above is None else above.key, above, 0, self._now)
         if self._entries.setdefault(key, entry) is not entry:
             raise KeyError(f"{key!r} was added twice")
         name = hash(key) & NAME_MASK
@@ -257,9 +209,10 @@ class DensityPolicy:
         if self._pinned:
             word = self._pinned.pop(key, word)
         if word is None:
-            # No request had it in its prompt: an answer's KV, as new as its prompt.
+            # As new as the prompt before it.
             base = 0 if above is None or above.kind == REFUSED else above.kind // USES * USES
-            word = base + min(uses, USES - 1)
+            word = base + min(uses, USES - 1) | _IN_NO_PROMPT
+        entry.in_prompt = not word & _IN_NO_PROMPT
         kind = entry.kind = REFUSED if first or word & _WAS_REFUSED else word & KIND_MASK
         if self._orphans:
             entry.children = self._orphans.pop(key, 0)
@@ -282,7 +235,7 @@ class DensityPolicy:
         if entry.children:
             self._orphans[key] = entry.children
         above = entry.parent
-        if above is None or above.kind == _REMOVED:
+        if above is None or above.kind == REMOVED:
             above = self._parent_of(entry)
         if above is not None and entry.last > above.last:
             # A use of what follows is one of this, too.
@@ -298,7 +251,7 @@ class DensityPolicy:
             if not self._orphans[entry.parent_key]:
                 del self._orphans[entry.parent_key]
         kind = 0 if entry.kind == REFUSED else entry.kind
-        entry.kind, entry.parent = _REMOVED, None
+        entry.kind, entry.parent = REMOVED, None
         self._chosen_left -= 1
         self._victim = None
         if entry is self._newest:
@@ -309,14 +262,15 @@ class DensityPolicy:
                 # It may have left the cache while it was pinned.
                 del self._pinned[next(iter(self._pinned))]
         elif why is not _GONE:
-            self._young[hash(key) & NAME_MASK] = self._removed_words[kind]
+            word = self._removed_words[kind]
+            self._young[hash(key) & NAME_MASK] = word if entry.in_prompt else word | _IN_NO_PROMPT
             if len(self._young) > self._young_max:
                 self._forget()
 
-    def _parent_of(self, entry: _Entry) -> _Entry | None:
+    def _parent_of(self, entry: Entry) -> Entry | None:
         """The parent of an entry, if that is cached."""
         parent, name = entry.parent, entry.parent_key
-        if name is None or (parent is not None and parent.kind != _REMOVED):
+        if name is None or (parent is not None and parent.kind != REMOVED):
             return parent
         return self._entries.get(name)
 
@@ -326,7 +280,7 @@ class DensityPolicy:
             self._push(self._newest)
         self._newest = None
 
-    def _push(self, entry: _Entry, instead: _Entry | None = None) -> None:
+    def _push(self, entry: Entry, instead: Entry | None = None) -> None:
         """Put an entry without children into its queue, maybe instead of one that was removed."""
         queue = self._queues[entry.kind]
         place = (entry.last, next(self._numbers), entry)
@@ -339,7 +293,7 @@ class DensityPolicy:
             return
         heapq.heappush(queue, place)
         if len(queue) > 2 * len(self._entries) + QUEUE_MIN:
-            queue[:] = [place for place in queue if _stands(place, entry.kind)]
+            queue[:] = [place for place in queue if stands(place, entry.kind)]
             heapq.heapify(queue)
 
     # --- victims -------------------------------------------------------------------------------
@@ -349,7 +303,10 @@ class DensityPolicy:
         name, young, old = hash(key) & NAME_MASK, self._young, self._old
         word = young.get(name)
         if word is None:
-            word = old.get(name, self._now << _FLAG_BITS)
+            word = old.get(name, _IN_NO_PROMPT)
+        in_prompt = not word & _IN_NO_PROMPT
+        if not in_prompt:
+            word = self._now << _FLAG_BITS
         if not word & _WAS_REFUSED and (
             # Mostly the parent was asked for just before, and admitted.
             (parent is not None and parent == self._admitted) or not self._was_refused(parent)
@@ -359,10 +316,12 @@ class DensityPolicy:
                 self._admitted = key
                 return True
         self._admitted = None
-        old.pop(name, None)
-        young[name] = word | _WAS_REFUSED
-        if len(young) > self._young_max:
-            self._forget()
+        if in_prompt:
+            # Any other is judged again each time: no use would end its refusal.
+            old.pop(name, None)
+            young[name] = word | _WAS_REFUSED
+            if len(young) > self._young_max:
+                self._forget()
         return False
 
     def _was_refused(self, key: CacheKey | None) -> bool:
@@ -376,7 +335,7 @@ class DensityPolicy:
             word = self._old.get(name, 0)
         return bool(word & _WAS_REFUSED)
 
-    def _beats(self, victim: _Entry, word: int) -> bool:
+    def _beats(self, victim: Entry, word: int) -> bool:
         """Whether what is remembered of a key makes it worth more than the first victim."""
         last, kind, worth = victim.last, victim.kind, self._ranks
         if kind != REFUSED and last > word >> _FLAG_BITS:
@@ -408,27 +367,27 @@ class DensityPolicy:
         yield first.key
         yield from self._others(first)
 
-    def _others(self, first: _Entry) -> Iterator[CacheKey]:
+    def _others(self, first: Entry) -> Iterator[CacheKey]:
         """All victims but the first."""
         self._place_newest()
-        naming = _Naming(self._queues)
+        naming = Naming(self._queues)
         self._namings.append(naming)
         try:
-            entry: _Entry | None = first
+            entry: Entry | None = first
             while entry is not None:
-                if entry.kind != _REMOVED:
+                if entry.kind != REMOVED:
                     naming.leaves(entry, self._parent_of(entry), next(self._numbers))
                 if entry is not first:
                     yield entry.key
                 entry = self._next(naming)
             # Parents in a circle, which no chain of hashes has.
             for entry in list(self._entries.values()):
-                if entry not in naming.over and entry.kind != _REMOVED:
+                if entry not in naming.over and entry.kind != REMOVED:
                     yield entry.key
         finally:
             self._namings.remove(naming)
 
-    def _first(self) -> _Entry | None:
+    def _first(self) -> Entry | None:
         """The first victim. Which queue has it, is compared now and then."""
         if not self._entries:
             return None
@@ -436,7 +395,7 @@ class DensityPolicy:
             kind = self._chosen
             queue = self._queues[kind]
             while queue:
-                # As `_stands`, which would take twice the time.
+                # As `stands`, which would take twice the time.
                 last, _, entry = queue[0]
                 if entry.last == last and not entry.children and entry.kind == kind:
                     self._victim = entry
@@ -450,7 +409,7 @@ class DensityPolicy:
         self._chosen_left = CHOSEN_FOR if self._ranks is not None else 0
         return victim
 
-    def _oldest(self) -> _Entry | None:
+    def _oldest(self) -> Entry | None:
         """The one of least worth among the first of each queue."""
         now, worth, latest, found, least = self._now + 1, self._ranks, self._latest, None, 0.0
         for kind, queue in enumerate(self._queues):
@@ -473,11 +432,11 @@ class DensityPolicy:
                 found, least = entry, value
         return found
 
-    def _next(self, naming: _Naming) -> _Entry | None:
+    def _next(self, naming: Naming) -> Entry | None:
         """The same for an iteration that has named some."""
         now, worth, found, least = self._now, self._ranks, None, 0.0
         for kind, queue in enumerate(naming.queues):
-            while queue and not _stands(queue[0], kind, naming):
+            while queue and not stands(queue[0], kind, naming):
                 heapq.heappop(queue)
             if not queue:
                 continue
@@ -488,12 +447,3 @@ class DensityPolicy:
             if found is None or value < least or (value == least and last < found.last):
                 found, least = entry, value
         return found
-
-
-def _stands(place: _Place, kind: int, naming: _Naming | None = None) -> bool:
-    """Whether an entry in the queue of this kind is to be named, after all of its children."""
-    last, _, entry = place
-    if entry.kind != kind or entry.last != last:
-        return False
-    waits = bool(entry.children) if naming is None else naming.waits(entry)
-    return not waits and (naming is None or entry not in naming.over)

@@ -15,12 +15,10 @@ from tiers.policy.lru import LruPolicy
 class FifoPolicy(LruPolicy):
     """Evicts what came first: an LRU without chains, where a use is none."""
 
+    by_last_use: bool = False
+
     def use(self, keys: Sequence[CacheKey], num_tokens: int = 0) -> None:
         """Change nothing."""
-
-    def admits(self, key: CacheKey, parent: CacheKey | None) -> bool:  # noqa: ARG002
-        """Always."""
-        return True
 
     def add(
         self,

@@ -62,6 +62,8 @@ class _Cursor:
 class LruPolicy:
     """Evicts the chain that was not used for the longest time, from its tail."""
 
+    by_last_use: bool = True
+
     def __init__(self) -> None:
         self._links: dict[CacheKey, _Link] = {}
         # Behind the last link: inserting before it appends.
@@ -108,12 +110,8 @@ class LruPolicy:
         self._unlink(link)
 
     def admits(self, key: CacheKey, parent: CacheKey | None) -> bool:  # noqa: ARG002
-        """Whether the first victim is no ancestor: without that the key could not be used.
-
-        Else a prompt longer than the memory would lose its head to its end. The first victim has no
-        children here, so of all ancestors it can only be the nearest one.
-        """
-        return parent is None or self._end.following.key != parent
+        """Always: the newest is worth most."""
+        return True
 
     def victims(self) -> Iterator[CacheKey]:
         """Keys from the least to the most recently used, children before their parents.

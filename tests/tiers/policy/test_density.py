@@ -182,6 +182,22 @@ def test_a_refused_chunk_stays_refused_until_it_is_used() -> None:
     assert policy.admits(keys[2], None)
 
 
+def test_windows_that_were_evicted_come_again() -> None:
+    """No request names those in the middle of its prompt, and no use would end their refusal."""
+    policy = DensityPolicy()
+    prompt, windows = chain("a", length=2), chain("window", length=2)
+    use(policy, [*prompt, windows[-1]])
+    policy.add(windows[0], None)
+    policy.add(windows[1], windows[0])
+    for one in reversed(windows):
+        policy.remove(one)
+    policy.add(key("other"), None)
+    use(policy, [key("other")])
+    assert policy.admits(windows[0], None)
+    use(policy, [*prompt, windows[-1]])
+    assert policy.admits(windows[1], windows[0])
+
+
 def test_a_refused_chunk_that_was_pinned_is_as_any_other() -> None:
     policy, keys, later = refusing()
     policy.add(keys[2], keys[1])

@@ -116,18 +116,6 @@ def test_evicting_in_order_leaves_prefixes() -> None:
             assert kept == sorted(kept, reverse=True)
 
 
-def test_it_refuses_only_what_would_push_out_its_own_head() -> None:
-    policy = LruPolicy()
-    assert policy.admits(caches.key("b"), caches.key("not there"))
-    keys = chain(policy, "a", 5)
-    assert policy.admits(caches.key("b"), None)
-    assert policy.admits(caches.key("b"), caches.key("not there"))
-    assert not policy.admits(caches.key("b"), keys[-1])
-    other = chain(policy, "c", 2)
-    assert not policy.admits(caches.key("b"), keys[-1])
-    assert policy.admits(caches.key("d"), other[-1])
-
-
 def test_what_was_refused_goes_first_until_it_is_used() -> None:
     policy = LruPolicy()
     keys = chain(policy, "a", 2)
