@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import re
+from typing import TYPE_CHECKING, Any, Final
 
 from sidecar.demo.processes import POOLS, DemoSidecar, ProcessFailed
 
@@ -10,7 +11,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["POOLS", "ProcessFailed", "SidecarProcess"]
+__all__ = ["ERROR_LINE", "POOLS", "STOOD_STILL", "ProcessFailed", "SidecarProcess"]
+
+ERROR_LINE: Final = re.compile(r"\b(ERROR|CRITICAL)\b|^Traceback")
+STOOD_STILL: Final = 'kvlake.server: not ready why="the event loop stood still for '
+"""In the line of an error that is the machine's own: it paused."""
 
 
 class SidecarProcess(DemoSidecar):

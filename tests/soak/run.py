@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import re
 import signal
 import sys
 import tempfile
@@ -30,7 +29,7 @@ from typing import Any, Final
 from sidecar.exits import Exit
 from tests.e2e import arms
 from tests.faulty_proxy import Fault
-from tests.harness.sidecars import ProcessFailed
+from tests.harness.sidecars import ERROR_LINE, STOOD_STILL, ProcessFailed
 from tests.soak import probes, report, verdicts
 from tests.soak.clients import MAX_TOKENS, REQUEST_SECONDS_MAX, SLOW_SECONDS, Clients
 from tests.soak.pace import Pace
@@ -52,12 +51,11 @@ KILLS_UNTIL: Final = 0.45
 EXPECTED_ERRORS: Final = (
     # Our own doing: faults of the store, and SIGSTOP.
     "kvlake.store: object store unavailable",
-    'kvlake.server: not ready why="the event loop stood still',
+    STOOD_STILL,
     'kvlake.server: not ready why="the store is unwell',
 )
 LOSSY_ERROR: Final = "slots were still in use at the end"
 """Expected where the drain says that its time was over while reads or stores still ran."""
-_ERROR_LINE: Final = re.compile(r"\b(ERROR|CRITICAL)\b|^Traceback")
 
 
 class Soak:
@@ -304,14 +302,14 @@ class Soak:
         """Every verdict."""
         life_warm = min(60.0, self.seconds / 5)
         log = self._sidecar_log()
-        errors = [line for line in log if _ERROR_LINE.search(line)]
+        errors = [line for line in log if ERROR_LINE.search(line)]
         bad = unexpected(log)
         self._errors_judged = len(bad)
         bad += [
             line
             for path in self._world.engine_logs()
             for line in path.read_text(errors="replace").splitlines()
-            if _ERROR_LINE.search(line)
+            if ERROR_LINE.search(line)
         ]
         slow = self.clients.slowest_seconds
         said = f"the slowest took {slow:.1f} s (at most {SLOW_SECONDS:.0f})"
@@ -360,7 +358,7 @@ def unexpected(log: Sequence[str]) -> list[str]:
     for line in log:
         if "drained" in line:
             lossy = "drained in part" in line
-        if not _ERROR_LINE.search(line) or any(part in line for part in EXPECTED_ERRORS):
+        if not ERROR_LINE.search(line) or any(part in line for part in EXPECTED_ERRORS):
             continue
         if not (lossy and LOSSY_ERROR in line):
             found.append(line)
