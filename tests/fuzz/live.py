@@ -35,7 +35,7 @@ from sidecar.protocol import Attached, Outcome, Refused, Role, codec
 from sidecar.protocol.codec import ProtocolError
 from tests.fuzz.mutation import damage, damage_message
 from tests.fuzz.targets import client_frames
-from tests.harness.sidecars import SidecarProcess
+from tests.harness.sidecars import STOOD_STILL, SidecarProcess
 from tests.sidecar.client import Scheduler, Worker, attach_message, key_of, layout_of
 from tiers.kv.fence import PAGE_BYTES
 from tiers.kv.index import FLAG_HOST
@@ -47,7 +47,10 @@ REPLY_SECONDS_MAX: Final = 5.0
 CHECK_EVERY: Final = 25
 MEMORY_BYTES_MAX: Final = 1 << 30
 """Growth that is too much: 256 realms with an index each are allowed, and are most of it."""
-LOG_LINE: Final = r"^\d{4}-\d\d-\d\dT[\d:.]+Z (DEBUG|INFO|WARNING) [a-z.]+: .*$"
+LOG_LINE: Final = (
+    r"^\d{4}-\d\d-\d\dT[\d:.]+Z "
+    rf"((DEBUG|INFO|WARNING) [a-z.]+: |ERROR {re.escape(STOOD_STILL)}).*$"
+)
 
 
 class Attacker:
@@ -340,7 +343,10 @@ def _wait(true: Callable[[], bool], shown: Callable[[], object]) -> None:
 
 
 def _check_log(path: Path) -> None:
-    """Every line is one event, none is an error: a client cannot forge, or cause, either."""
+    """Every line is one event, none is an error: a client cannot forge, or cause, either.
+
+    But for what a machine that pauses causes.
+    """
     for line in path.read_text(errors="replace").splitlines():
         assert re.match(LOG_LINE, line), line[:2000]
 
