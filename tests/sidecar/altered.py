@@ -6,6 +6,8 @@ the environment say:
 * `KVLAKE_TEST_CONSTANTS`: a JSON object of the product's names and what they stand for here;
 * `KVLAKE_TEST_KILL`: `VERB PART MOMENT`. The process kills itself (SIGKILL) at its first request to
   the store of this verb for a name with this part, `before` or `after` the store carried it out;
+* `KVLAKE_TEST_DEADLINE`: the seconds that a request to the store may take, whatever the
+  configuration says, which is only taken with a grace that is longer;
 * `KVLAKE_TEST_OBJECTS`: a file that gets a line with the number of Python's objects, garbage aside,
   whenever the process gets `COUNT_SIGNAL`.
 """
@@ -33,6 +35,7 @@ T = TypeVar("T")
 MODULE = "tests.sidecar.altered"
 CONSTANTS = "KVLAKE_TEST_CONSTANTS"
 KILL = "KVLAKE_TEST_KILL"
+DEADLINE = "KVLAKE_TEST_DEADLINE"
 OBJECTS = "KVLAKE_TEST_OBJECTS"
 COUNT_SIGNAL = signal.SIGRTMIN
 
@@ -60,15 +63,18 @@ def main() -> int:
     """The command."""
     for name, value in json.loads(os.environ.get(CONSTANTS, "{}")).items():
         places.replace(name, value)
-    if (stage := os.environ.get(KILL)) is not None:
-        verb, part, moment = stage.split()
-        open_store: Any = places.find("open_store").module.open_store
+    open_store: Any = places.find("open_store").value
+    stage, seconds = os.environ.get(KILL), os.environ.get(DEADLINE)
 
-        def opened(settings: Any, wrap_store: Any = None) -> Any:
-            assert wrap_store is None, "only one is put in between"
-            return open_store(settings, lambda tier: Killer(tier, verb, part, moment))
+    def opened(settings: Any, wrap_store: Any = None) -> Any:
+        if seconds is not None:
+            settings = settings.model_copy(update={"deadline_seconds_max": float(seconds)})
+        if stage is None:
+            return open_store(settings, wrap_store)
+        assert wrap_store is None, "only one is put in between"
+        return open_store(settings, lambda tier: Killer(tier, *stage.split()))
 
-        places.replace("open_store", opened)
+    places.replace("open_store", opened)
     if (path := os.environ.get(OBJECTS)) is not None:
 
         def count(*_: object) -> None:

@@ -20,19 +20,21 @@ from tests import warm
 from tests.harness.sidecars import SidecarProcess
 from tests.sidecar import altered
 from tests.sidecar.bucketwatch import BucketWatch, kind_of
-from tests.sidecar.client import WAIT_SECONDS_MAX, Worker, key_of
+from tests.sidecar.client import PATIENT, WAIT_SECONDS_MAX, Worker, key_of
 
 if TYPE_CHECKING:
     from tests.harness.servers import S3Server
 
 CHUNKS, KEPT = 12, 4
-HOST = {"size": "64MiB"}
+CONFIG: dict[str, Any] = {"host": {"size": "64MiB"}, "limits": PATIENT}
 QUICK: dict[str, Any] = {
     "refresh_seconds": 0.05,
     "catalog_flush": 0.05,
-    "deadline_seconds_max": 2.0,
-    "gc": {"grace": 2.1, "enabled": False},
+    "gc": {"enabled": False},
 }
+SOON: dict[str, Any] = {"deadline_seconds_max": 2.0, "gc": {"grace": 2.1}}
+"""What is withdrawn is deleted soon. A configuration is only taken with requests that take no
+longer than that; `altered.DEADLINE` lets them, as a machine that pauses is no store that fails."""
 STAGES = (
     "write v1/lease after",
     "write /snapshot/ after",
@@ -54,13 +56,17 @@ class Gc:
     def __init__(self, folder: Path, store: dict[str, Any]) -> None:
         self._folder = folder
         self._path = folder / "gc.yaml"
-        self._path.write_text(yaml.safe_dump({"store": {**store, "objects_max": KEPT}}))
+        self._path.write_text(yaml.safe_dump({"store": {**store, **SOON, "objects_max": KEPT}}))
 
     def __call__(self, kill: str = "", lease_seconds: float = LEASE_SECONDS) -> tuple[int, str]:
         """Its exit code, and what it printed."""
         output = self._folder / "gc.log"
         constants = {"LEASE_SECONDS": lease_seconds, "LEASE_POLL_SECONDS": 0.2}
-        environment = {**os.environ, altered.CONSTANTS: json.dumps(constants)}
+        environment = {
+            **os.environ,
+            altered.CONSTANTS: json.dumps(constants),
+            altered.DEADLINE: str(WAIT_SECONDS_MAX),
+        }
         if kill:
             environment[altered.KILL] = kill
         with output.open("wb") as log:
@@ -78,7 +84,7 @@ class Gc:
 def store(short_directory: Path, seaweed: S3Server) -> dict[str, Any]:
     """A prefix of its own, which a sidecar has filled."""
     store = {"url": f"{seaweed.url}/{short_directory.name}", **seaweed.settings, **QUICK}
-    sidecar = SidecarProcess(short_directory / "writer", {"store": store, "host": HOST})
+    sidecar = SidecarProcess(short_directory / "writer", {"store": store, **CONFIG})
     with sidecar, Worker(Path(sidecar.socket)) as worker:
         for number in range(CHUNKS):
             assert worker.store(number, key_of(number), range(4)) is Outcome.OK
@@ -108,7 +114,7 @@ def finish(gc: Gc, folder: Path, store: dict[str, Any], watch: BucketWatch) -> N
     [report] = json.loads(told)["namespaces"]
     assert (report["objects"], report["waiting"]) == (KEPT, 0), report
     assert watch.held().objects["chunk"] == KEPT
-    sidecar = SidecarProcess(folder / "reader", {"store": store, "host": HOST})
+    sidecar = SidecarProcess(folder / "reader", {"store": store, **CONFIG})
     with sidecar, Worker(Path(sidecar.socket)):
         sidecar.wait("offered", lambda now: now["tiers"]["store"]["chunks"] == KEPT)
 
