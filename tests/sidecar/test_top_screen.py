@@ -110,16 +110,13 @@ def picture(status: dict[str, Any]) -> list[str]:
     url = f"http://127.0.0.1:{server.server_address[1]}"
     terminal = Terminal(sys.executable, "-P", "-m", "sidecar.cli", "top", "--url", url)
     try:
-        terminal.until("does it help?")
-        terminal.until(FOOTER)
-        # Whole, from its upper left corner on.
-        shown = terminal.until(FOOTER)
+        shown = "".join(map(terminal.until, ("does it help?", FOOTER, FOOTER)))
     finally:
         terminal.close()
         server.shutdown()
         server.server_close()
-    # The next may have begun.
-    pictures = [CONTROL.sub("", one) for one in shown.split("\x1b[H")]
+    # The last may not have ended.
+    pictures = [CONTROL.sub("", one) for one in shown.split("\x1b[H")[:-1]]
     whole = next(one for one in reversed(pictures) if FOOTER in one)
     text = whole.replace(url, "http://127.0.0.1:9400").rstrip()
     return [line.rstrip() for line in text.splitlines()]
