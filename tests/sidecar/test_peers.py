@@ -344,7 +344,9 @@ def test_a_stranger_who_hammers_keeps_nobody_out_and_fills_no_log(
                 for number in range(20):
                     with patient_worker(sidecar.path) as worker:
                         assert worker.store(1, key_of(number), [0]) is Outcome.OK
-                sidecar.wait_until(lambda now: now["sockets"]["attaches_refused"]["user"] > 1000)
+                sidecar.wait_until(
+                    lambda now: now["sockets"]["attaches_refused"].get("user", 0) > 1000
+                )
             finally:
                 stop.touch()
         refused = [one for one in caplog.records if "attach refused" in one.getMessage()]
