@@ -8,7 +8,6 @@ import asyncio
 import errno
 import os
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,15 +26,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-async def cancel_scope(task: Callable[[], Any], begun: threading.Event) -> None:
+async def cancel_scope(
+    task: Callable[[], Any], begun: threading.Event, then: Callable[[], None] = lambda: None
+) -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(task)
         while not begun.is_set():
             await anyio.sleep(0.001)
         tasks.cancel_scope.cancel()
+        then()
 
 
-async def cancel_twice(task: Callable[[], Any], begun: threading.Event) -> None:
+async def cancel_twice(
+    task: Callable[[], Any], begun: threading.Event, then: Callable[[], None] = lambda: None
+) -> None:
     """As asyncio does on SIGINT: past the shields of anyio."""
     running = asyncio.ensure_future(task())
     while not begun.is_set():
@@ -43,6 +47,7 @@ async def cancel_twice(task: Callable[[], Any], begun: threading.Event) -> None:
     running.cancel()
     await anyio.sleep(0.005)
     running.cancel()
+    then()
     with pytest.raises(asyncio.CancelledError):
         await running
 
@@ -52,19 +57,24 @@ class TestRunToEnd:
     async def test_a_cancelled_write_waits_for_its_thread(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cancel: Callable[..., Any]
     ) -> None:
-        begun, ended = threading.Event(), threading.Event()
+        begun, release, ended = threading.Event(), threading.Event(), threading.Event()
         write = os.write
 
         def slow(fd: int, data: memoryview) -> int:
             begun.set()
-            time.sleep(0.05)
+            release.wait(60)
             count = write(fd, data)
             ended.set()
             return count
 
         monkeypatch.setattr(os, "write", slow)
         tier = UrlObjects(f"file://{tmp_path}")
-        await cancel(lambda: tier.write(NAME, image_of(1000)), begun)
+
+        def cancelled() -> None:
+            # Later than a caller would return that does not wait.
+            asyncio.get_running_loop().call_later(0.05, release.set)
+
+        await cancel(lambda: tier.write(NAME, image_of(1000)), begun, cancelled)
         assert ended.is_set()
 
     @pytest.mark.parametrize("run", [run_to_end, run_abandonable])
@@ -121,7 +131,7 @@ class TestRunAbandonable:
 
         def hang() -> None:
             begun.set()
-            release.wait(5)
+            release.wait(60)
             ended.set()
 
         await cancel(lambda: run_abandonable(hang, limiter), begun)
