@@ -18,7 +18,7 @@ import pytest
 from sidecar.protocol import LoadChunk, LoadJob, Outcome, StoreJob
 from tests.harness.sidecars import SidecarProcess
 from tests.sidecar import altered
-from tests.sidecar.client import BLOCKS_PER_CHUNK, WAIT_SECONDS_MAX, Worker, key_of
+from tests.sidecar.client import BLOCKS_PER_CHUNK, PATIENT, WAIT_SECONDS_MAX, Worker, key_of
 from tests.sidecar.fullrate import wide_layout
 from tests.soak import probes
 
@@ -147,7 +147,7 @@ def test_stores_and_loads_leave_nothing_behind(
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
     store = {"url": f"{seaweed.url}/{short_directory.name}", **seaweed.settings, **CONFIG}
     # What is remembered of chunks that left is full before the first count.
-    limits = {"gone_keys_max": 2_000}
+    limits = {"gone_keys_max": 2_000, **PATIENT}
     config = {"store": store, "host": {"size": "8MiB"}, "limits": limits}
     program = ("-m", altered.MODULE)
     with (
