@@ -249,7 +249,7 @@ class Demo:
         # The oracle decides what is right here, not the clock: a slow machine may take its time.
         config = {
             "host": {"size": HOST_SIZE},
-            "store": {"refresh_seconds": "200ms", **store},
+            "store": {"refresh_seconds": "200ms", "recompute": "never", **store},
             "limits": {"lookup_wait": "10s", "load_deadline": "10s"},
         }
         sidecar = DemoSidecar(self._folder / name, config)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import yaml
 
 from sidecar.cli import main
 from sidecar.demo import scenes
@@ -95,6 +96,14 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Engine]]:
 
 def interrupted(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+def test_no_prompt_of_the_demo_is_computed_because_the_store_is_slow(tmp_path: Path) -> None:
+    """On a slow machine a scene of a hit loaded nothing, and the demo failed."""
+    demo = scenes.Demo(tmp_path, scenes.Output(quiet=True))
+    sidecar = demo.new_sidecar("a", {"url": f"file://{tmp_path}/store"})
+    config = yaml.safe_load(sidecar.config_path.read_text())
+    assert config["store"]["recompute"] == "never"
 
 
 def test_a_start_that_is_interrupted_leaves_no_process(
