@@ -58,7 +58,7 @@ BLOCKS = 160
 ENGINE_ARGS: dict[str, Any] = {"num_gpu_blocks_override": BLOCKS, "max_model_len": 4096}
 PROMPT_TOKENS = 3000
 WHOLE_TOKENS = PROMPT_TOKENS // 32 * 32
-HASTY_LOADS = {**PATIENT, "load_deadline": "1s", "lease_ttl": "2s", "store_deadline": "5s"}
+HASTY_LOADS = {**PATIENT, "load_deadline": "5s", "lease_ttl": "6s", "store_deadline": "10s"}
 """Time to store what is to be loaded; a stopped sidecar is not waited for as long as that."""
 HASTY_STORES = {**PATIENT, "store_deadline": "1s"}
 TRIES_MAX = 10
