@@ -164,7 +164,12 @@ class World:
         assert set(blocks.values()) <= self._contents, "a block holds bytes that are not right"
 
     def served(self, party: Struck) -> int:
-        """Store the prompt and load it into poisoned memory; tokens that were loaded.
+        """Store the prompt and load it into poisoned memory; tokens that were loaded."""
+        self.sealed_salt = self.sealed(party)
+        return self.seam.whole_tokens
+
+    def sealed(self, party: Struck) -> str:
+        """Store the prompt and load it into poisoned memory; its salt.
 
         Tried again where a deadline was too short for a busy machine; right it must be always.
         """
@@ -173,8 +178,7 @@ class World:
             empty(party.engine)
             self.generate(party, salt)
             if self._hits(party, salt):
-                self.sealed_salt = salt
-                return self.seam.whole_tokens
+                return salt
         raise AssertionError(f"no hit in {TRIES_MAX} tries; {self.sidecar.status()}")
 
     def finds(self, party: Struck) -> None:
