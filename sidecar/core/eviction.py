@@ -89,8 +89,7 @@ class EvictionOrders:
         for own, own_names in of_tenants.items():
             own.use(own_names, 0)
         self._policy.use(names, message.num_tokens)
-        if len(self._coming) > COMING_MAX:
-            self._came, self._coming = self._coming, {}
+        self._forget_requests()
         if self.curve is not None:
             self.curve.use(message.keys, earlier)
         return known
@@ -112,6 +111,7 @@ class EvictionOrders:
         name = _name_of(chunk)
         came, coming = self._came.pop(name, 0), self._coming.pop(name, 0)
         chunk.request = max(chunk.request, came, coming)
+        chunk.request = self._request_of(chunk)
         if chunk.refused and new and self._keep(chunk):
             return
         for order in self._orders_of(chunk):
@@ -189,16 +189,33 @@ class EvictionOrders:
     def _is_older(self, chunk: Chunk, victim: Chunk | None) -> bool:
         """Whether what would go for a chunk is of the same request, or of a later one.
 
-        A chunk that no request had in its prompt counts as the newest request's: it is of an
-        answer, or of layers that need only the end of a prompt.
+        A chunk of unknown request counts as the newest one's.
         """
         request = self._request_of(chunk) or self._requests
-        return victim is not None and victim.request >= request > 0
+        if victim is None or not victim.request >= request > 0:
+            return False
+        # For what follows it.
+        self._coming.setdefault(_name_of(chunk), request)
+        self._forget_requests()
+        return True
 
     def _request_of(self, chunk: Chunk) -> int:
-        """The number of the last request that had a chunk in its prompt; 0 if unknown."""
-        name = _name_of(chunk)
-        return chunk.request or self._coming.get(name, 0) or self._came.get(name, 0)
+        """The number of the last request that had a chunk in its prompt; 0 if unknown.
+
+        A chunk that none had is of an answer, or of windows before the end of a prompt. It has the
+        number of the chunk before it.
+        """
+        name, above = _name_of(chunk), _parent_of(chunk)
+        request = chunk.request or self._coming.get(name, 0) or self._came.get(name, 0)
+        if request or above is None:
+            return request
+        before = chunk.realm.chunks.get(chunk.parent)
+        request = 0 if before is None else before.request
+        return request or self._coming.get(above, 0) or self._came.get(above, 0)
+
+    def _forget_requests(self) -> None:
+        if len(self._coming) > COMING_MAX:
+            self._came, self._coming = self._coming, {}
 
     def victims(self, order: Policy | None = None) -> Iterator[Chunk]:
         """Chunks in the order of eviction, pinned ones too: of all tenants, or of `order`."""

@@ -357,6 +357,29 @@ def test_requests_at_once_keep_the_head_of_their_long_prompt(
         assert world.in_host() == {(0, key(number)) for number in range(1, 17)}
 
 
+@pytest.mark.parametrize("write", [WritePolicy.OFF, WritePolicy.THROUGH, WritePolicy.ON_EVICT])
+@pytest.mark.parametrize("limited", [False, True], ids=["the whole memory", "a tenant's part"])
+def test_answers_keep_the_head_of_their_conversation(*, limited: bool, write: WritePolicy) -> None:
+    """They are in no prompt before the next turn, and evicted each other."""
+    rules = TenantRules(Quota(32 * layout(0).payload_bytes(2))) if limited else TenantRules()
+    slabs = 64 if limited else 32
+    world = make_world(slabs=slabs, policy=LruPolicy(), tenants=Tenants(rules), write=write)
+    worker, scheduler = world.open(Role.WORKER), world.open(Role.SCHEDULER)
+    hits: list[int] = []
+    for turn in range(4):
+        prompt = range(1, 10 + 20 * turn)
+        held = world.in_host()
+        hits.append(next((n - 1 for n in prompt if (0, key(n)) not in held), len(prompt)))
+        world.use(scheduler, prompt)
+        # Another request comes while this one answers.
+        world.use(scheduler, [1001 + turn])
+        for number in range(hits[-1] + 1, prompt.stop + 15):
+            world.stored(worker, 100 * turn + number, [number], tenant=TENANT)
+            world.settle()
+    through = 0 if write is WritePolicy.OFF else 4
+    assert min(hits[2:]) >= 32 - through, hits
+
+
 @pytest.mark.parametrize("windows_first", [True, False])
 @pytest.mark.parametrize(("make", "slots"), [(LruPolicy, 40), (LruPolicy, 50), (DensityPolicy, 50)])
 @pytest.mark.parametrize("limited", [False, True], ids=["the whole memory", "a tenant's part"])

@@ -17,9 +17,9 @@ Invariants:
   goes first, so that what stays is a prefix.
 * Each of those keys but the newest has a place in the queue of its kind. Places of keys that
   changed since are dropped when they are met.
-* A pinned key keeps its kind. One that is evicted is remembered, with its kind, and so is one of a
-  prompt that is refused, until enough others came after it: between half and all of
-  `REMEMBERED_MIN` and `REMEMBERED_SPAN` more for each key that is cached, up to `REMEMBERED_MAX`.
+* A pinned key keeps its kind. One that is evicted or refused is remembered, with its kind, until
+  enough others came after it: between half and all of `REMEMBERED_MIN` and `REMEMBERED_SPAN` more
+  for each key that is cached, up to `REMEMBERED_MAX`.
 * Worth is learned from `LEARNED_MIN` uses on. Until then, and while an LRU of the sample has more
   hits than this policy, the order is LRU.
 """
@@ -250,7 +250,8 @@ class DensityPolicy:
             self._orphans[entry.parent_key] -= 1
             if not self._orphans[entry.parent_key]:
                 del self._orphans[entry.parent_key]
-        kind = 0 if entry.kind == REFUSED else entry.kind
+        refused = entry.kind == REFUSED
+        kind = 0 if refused else entry.kind
         entry.kind, entry.parent = REMOVED, None
         self._chosen_left -= 1
         self._victim = None
@@ -262,8 +263,8 @@ class DensityPolicy:
                 # It may have left the cache while it was pinned.
                 del self._pinned[next(iter(self._pinned))]
         elif why is not _GONE:
-            word = self._removed_words[kind]
-            self._young[hash(key) & NAME_MASK] = word if entry.in_prompt else word | _IN_NO_PROMPT
+            word = self._removed_words[kind] | _WAS_REFUSED * refused
+            self._young[hash(key) & NAME_MASK] = word | _IN_NO_PROMPT * (not entry.in_prompt)
             if len(self._young) > self._young_max:
                 self._forget()
 
@@ -306,34 +307,37 @@ class DensityPolicy:
             word = old.get(name, _IN_NO_PROMPT)
         in_prompt = not word & _IN_NO_PROMPT
         if not in_prompt:
-            word = self._now << _FLAG_BITS
+            word = self._now << _FLAG_BITS | word & (_WAS_REFUSED | _IN_NO_PROMPT)
         if not word & _WAS_REFUSED and (
             # Mostly the parent was asked for just before, and admitted.
-            (parent is not None and parent == self._admitted) or not self._was_refused(parent)
+            (parent is not None and parent == self._admitted)
+            or not self._was_refused(parent, in_prompt=in_prompt)
         ):
             victim = self._victim or self._first()
             if victim is None or self._beats(victim, word):
                 self._admitted = key
                 return True
         self._admitted = None
-        if in_prompt:
-            # Any other is judged again each time: no use would end its refusal.
-            old.pop(name, None)
-            young[name] = word | _WAS_REFUSED
-            if len(young) > self._young_max:
-                self._forget()
+        old.pop(name, None)
+        young[name] = word | _WAS_REFUSED
+        if len(young) > self._young_max:
+            self._forget()
         return False
 
-    def _was_refused(self, key: CacheKey | None) -> bool:
-        """Whether a parent was refused since it was used last."""
+    def _was_refused(self, key: CacheKey | None, *, in_prompt: bool) -> bool:
+        """Whether a parent was refused since it was used last.
+
+        Of what is in a prompt, only a parent in a prompt counts: of windows, a hit needs the last
+        alone, and no use would end the refusal of the others.
+        """
         name = hash(key) & NAME_MASK
         word = self._young.get(name)
         if word is None:
             entry = None if key is None else self._entries.get(key)
             if entry is not None:
-                return entry.kind == REFUSED
+                return entry.kind == REFUSED and (entry.in_prompt or not in_prompt)
             word = self._old.get(name, 0)
-        return bool(word & _WAS_REFUSED)
+        return bool(word & _WAS_REFUSED) and not (in_prompt and word & _IN_NO_PROMPT)
 
     def _beats(self, victim: Entry, word: int) -> bool:
         """Whether what is remembered of a key makes it worth more than the first victim."""

@@ -163,6 +163,17 @@ def test_what_follows_a_refused_chunk_that_is_cached_is_refused(other: bool) -> 
     assert not policy.admits(keys[3], keys[2])
 
 
+def test_what_follows_a_refused_chunk_that_was_cached_and_went_is_refused() -> None:
+    """It was written to a store meanwhile."""
+    policy, keys, _ = refusing()
+    policy.add(keys[2], keys[1], first=True)
+    policy.remove(keys[2])
+    for one in list(policy.victims()):
+        policy.remove(one)
+    assert not policy.admits(keys[2], None)
+    assert not policy.admits(keys[3], keys[2])
+
+
 def test_a_refused_chunk_is_judged_again_when_it_is_used_again() -> None:
     policy, keys, later = refusing()
     policy.add(key("other"), None)

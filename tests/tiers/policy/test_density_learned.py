@@ -11,7 +11,7 @@ from tests import places
 from tests.tiers.policy import caches
 from tests.tiers.policy.caches import Cache, chain, documents, key, remembered, store, use
 from tiers.policy import density
-from tiers.policy.density import CHOSEN_FOR, TRIED_EVERY, DensityPolicy
+from tiers.policy.density import CHOSEN_FOR, REMEMBERED_MIN, TRIED_EVERY, DensityPolicy
 from tiers.policy.key import Left
 from tiers.policy.lru import LruPolicy
 
@@ -283,9 +283,20 @@ def test_naming_victims_changes_nothing_of_what_was_learned() -> None:
     assert list(one.policy.victims()) == list(other.policy.victims())
 
 
-def test_what_is_refused_without_any_request_is_not_remembered() -> None:
+def test_what_is_refused_is_bounded_without_any_request() -> None:
     """Chunks of answers are in no prompt, and each of them may be refused."""
     policy = in_use().policy
-    before = remembered(policy)
-    assert not any(policy.admits(key("answer", number), None) for number in range(1_000))
-    assert remembered(policy) == before
+    assert not any(policy.admits(key("answer", number), None) for number in range(50_000))
+    assert remembered(policy) <= REMEMBERED_MIN + 4
+
+
+def test_what_follows_a_refused_chunk_of_an_answer_is_refused() -> None:
+    policy = in_use().policy
+    answer = chain("answer", length=3)
+    assert not policy.admits(answer[0], None)
+    for one in list(policy.victims()):
+        policy.remove(one)
+    # Nothing must go for it, so that only its parent keeps it out.
+    assert not policy.admits(answer[1], answer[0])
+    use(policy, [answer[2]])
+    assert policy.admits(answer[2], answer[1])
