@@ -131,7 +131,7 @@ class Chunk(msgspec.Struct, eq=False, gc=False):
     uses: int = 0
     """Requests that had it in their prompt since it came, up to `USES_MAX`."""
     request: int = 0
-    """The last of those, by number; 0: none had it."""
+    """The last of those, by number; if none had it, that of the chunk before it; 0: unknown."""
     refused: bool = False
     """A policy refused it, and no request has used it since."""
     detached: bool = False

@@ -32,7 +32,7 @@ UNWRITTEN_PART: Final = 8
 UNWRITTEN_SECONDS_MAX: Final = 60.0
 """After that a refused chunk which lacks segments of other ranks makes room for the next."""
 COMING_MAX: Final = 8_192
-"""Chunks of prompts that are not here, and whose requests are remembered, up to twice as many."""
+"""Chunks that are not here, and whose requests are remembered, up to twice as many."""
 
 
 class EvictionOrders:
@@ -53,7 +53,7 @@ class EvictionOrders:
         """Which part of the uses an LRU in memory of another size would serve."""
         self._requests = 0
         self._coming: dict[CacheKey, int] = {}
-        """Chunks of prompts that were not here, with the number of the last request for them."""
+        """Chunks that were not here, with the number of their last request."""
         self._came: dict[CacheKey, int] = {}
         """Earlier ones."""
         # To find the first of a dict takes time with the number of those that were removed.
@@ -191,12 +191,15 @@ class EvictionOrders:
 
         A chunk of unknown request counts as the newest one's.
         """
-        request = self._request_of(chunk) or self._requests
+        known = self._request_of(chunk)
+        request = known or self._requests
         if victim is None or not victim.request >= request > 0:
             return False
-        # For what follows it.
-        self._coming.setdefault(_name_of(chunk), request)
-        self._forget_requests()
+        if known:
+            # For what follows it. If the windows of a prompt had a number, they would keep their
+            # beginning from their end.
+            self._coming.setdefault(_name_of(chunk), known)
+            self._forget_requests()
         return True
 
     def _request_of(self, chunk: Chunk) -> int:

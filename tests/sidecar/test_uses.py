@@ -12,7 +12,12 @@ from sidecar.core.retention import USES_MAX, read_tag
 from sidecar.core.tenants import Quota, TenantRules, Tenants
 from sidecar.protocol import Outcome, Role
 from tests.sidecar.engine_answers import done, messages, only
-from tests.sidecar.engine_names import GROUP_NUMBERS, key, layout, slot_bytes_of
+from tests.sidecar.engine_names import (
+    GROUP_NUMBERS,
+    key,
+    layout,
+    slot_bytes_of,
+)
 from tests.sidecar.strict_pool import StrictLRU
 from tests.sidecar.worlds import looking, make_world, no_writes
 from tiers.policy.density import DensityPolicy
@@ -408,6 +413,23 @@ def test_a_prompt_that_fits_without_the_middle_of_its_windows_hits(
             step = [n for n in step if (int(n >= GROUP_NUMBERS), key(n)) not in held]
             world.stored(worker, 100 * again + first, step, tenant=TENANT)
     assert hits[-2:] == [len(prompt)] * 2, hits
+
+
+def test_a_refusal_gives_a_window_no_request() -> None:
+    """With one, the windows of a shared beginning would keep their beginning from their end."""
+    world = no_writes(slabs=2, policy=LruPolicy())
+    worker = world.open(Role.WORKER, other_realms=(1,))
+    scheduler = world.open(Role.SCHEDULER, other_realms=(1,))
+    window = GROUP_NUMBERS + 1
+    world.use(scheduler, [1, 2])
+    world.stored(worker, 1, [1, 2])
+    world.stored(worker, 2, [window])
+    assert world.engine.counters.stores_refused == 1
+    world.use(scheduler, [50])
+    world.stored(worker, 3, [window])
+    assert world.engine.directory.realms[1].chunks[key(window)].request == 0
+    world.stored(worker, 4, [50])
+    assert world.in_host() == {(1, key(window)), (0, key(50))}
 
 
 def test_a_refused_chunk_that_may_not_be_written_is_not_copied() -> None:
